@@ -1,0 +1,75 @@
+"""Tiny random checkpoints of six architectures, saved as transformers saves them."""
+
+from pathlib import Path
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+CONFIGS = {
+    "minimax_m2": {
+        "num_hidden_layers": 3,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+        "tie_word_embeddings": False,
+    },
+    "llama": {"num_hidden_layers": 2, "tie_word_embeddings": True},
+    "qwen3": {
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 2,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_moe": {
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 4,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "tie_word_embeddings": True,
+    },
+}
+"""By model_type. Each has something that depends on the layer's index or on the architecture alone: partial rotary,
+tied head, window from a layer on, dense first layer, sinks and biases, two rotary tables and a scaled embedding."""
+
+
+def save(model_type: str, directory: Path, seed: int = 0) -> None:
+    """Writes a bf16 checkpoint whose every parameter, norms and biases too, is drawn at random."""
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[model_type](**COMMON | CONFIGS[model_type])
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                scale = 0.3 if "norm" in name or "bias" in name or "sinks" in name else 0.08
+                tensor.add_(torch.randn_like(tensor) * scale)
+    model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="100KB")

@@ -1,0 +1,109 @@
+"""Comparisons, chains and verdicts as a run leaves them, made of small random tensors."""
+
+import numpy as np
+
+from layerproof import verdicts
+from layerproof.metrics import Tensor, judge
+
+LIMIT = 1.5
+TAPS = ("attn.q", "attn.q_rot", "router.scores", "mlp.out", "out")
+CONFIG = {
+    "model": {"checkpoint": "models/small", "seed": 0, "trust_remote_code": False},
+    "inputs": {"prompts": "prompts.txt", "token_ids": None, "max_tokens": 512},
+    "layers": "all",
+    "chains": ["all"],
+    "golden": {"device": "auto", "dtype": "bfloat16"},
+    "port": {"backend": "xla", "module": "ports/small.py", "dtype": "bfloat16", "options": {}},
+    "compare": {"limit": LIMIT},
+}
+
+
+def tap(name, error=1.0):
+    """A judged tap [2, 6, 16] whose last prompt has 4 tokens; `error` is that of the port in units of the golden's."""
+    random = np.random.default_rng(len(name))
+    truth = random.standard_normal((2, 6, 16)).astype(np.float32)
+    noise = 2**-7 * np.abs(truth) * random.standard_normal(truth.shape)
+    port, golden = (Tensor((truth + part).astype(np.float32), "float32") for part in (error * noise, noise[::-1, ::-1]))
+    valid = np.ones((2, 6), bool)
+    valid[1, 4:] = False
+    return judge(port, golden, Tensor(truth, "float32"), valid, LIMIT)
+
+
+def compared(stage, wrong=(), missing=(), names=None):
+    """A stage that ran, of which the taps in `wrong` fail and those in `missing` are not handed over."""
+    names = names or (TAPS if stage.startswith("layer") else ("out",))
+    taps = {name: tap(name, 40.0 if name in wrong else 0.9) for name in names}
+    taps |= {name: {"status": "missing", "reason": "the port hands no tensor over for this tap"} for name in missing}
+    failed = [name for name in taps if taps[name]["status"] == "fail"]
+    statistics = {name: {"mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "nan": 0.0, "inf": 0.0} for name in taps}
+    return {
+        "schema_version": 1,
+        "stage": stage,
+        "status": "fail" if failed else taps["out"]["status"],
+        "reason": f"{failed[0]}: {taps[failed[0]]['reason']}" if failed else None,
+        "taps": taps,
+        "routing": None,
+        "logits": logits() if stage == "lm_head" else None,
+        "statistics": {"golden": statistics, "port": {name: statistics[name] for name in names}},
+        "golden": {"stage": stage, "device": "CPU"},
+        "port": {"stage": stage, "device": "XLA:CPU", "kind": stage[:5], "compilations": 1, "taps_change_output": 0.0},
+    }
+
+
+def stopped(stage, reason, status="error"):
+    """A stage whose port could not run."""
+    taps = {name: {"status": status, "reason": reason} for name in TAPS}
+    return {"schema_version": 1, "stage": stage, "status": status, "reason": reason, "taps": taps, "routing": None}
+
+
+def logits():
+    return {
+        "kl": {"mean": 1e-5, "max": 2e-4},
+        "top_k": {"k": 5, "shared": 0.98},
+        "argmax": 1.0,
+        "greedy": {"golden": [3, 5], "port": [3, 4], "equal": False},
+    }
+
+
+def chain(comparisons, broken=None):
+    """The chain of all stages; it ends at `broken`."""
+    stages, error = {}, None
+    for depth, comparison in enumerate(comparisons):
+        if comparison["stage"] == broken:
+            error = "the port ran out of memory"
+        entry = {"status": "pass", "reason": None, "local_error": 0.004, "gain": None, "role": None}
+        if error:
+            entry |= {"status": "error" if comparison["stage"] == broken else "missing", "reason": error}
+        else:
+            entry |= {"R": 1.0 + depth, "propagated_error": 0.004 * 1.1**depth, "gain": 1.1, "role": "transmits"}
+        stages[comparison["stage"]] = entry
+    status = "error" if error else "pass"
+    return {
+        "schema_version": 1,
+        "chain": "all",
+        "status": status,
+        "stages": stages,
+        "logits": None if error else logits(),
+    }
+
+
+def collect(comparisons, chains=()):
+    return verdicts.collect(comparisons, chains)
+
+
+def good():
+    """Comparisons and chains of a port that passes."""
+    comparisons = [compared(stage) for stage in ("embed", "layer_000", "layer_001", "norm", "lm_head")]
+    return comparisons, [chain(comparisons)]
+
+
+def bad():
+    """Of a port whose first layer is wrong and whose second cannot run."""
+    comparisons = [
+        compared("embed"),
+        compared("layer_000", wrong=("router.scores", "out"), missing=("mlp.gate",)),
+        stopped("layer_001", "ValueError at port.py:7: no weights"),
+        compared("norm"),
+        compared("lm_head"),
+    ]
+    return comparisons, [chain(comparisons, broken="layer_001")]

@@ -1,0 +1,219 @@
+"""config.yaml: what is wrong is told in one line with the key and a remedy, before any job runs."""
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from layerproof import config
+from layerproof.errors import UserError
+from layerproof.stages import all_stages
+
+REPOSITORY = Path(config.__file__).resolve().parents[2]
+SHIPPED = yaml.safe_load((REPOSITORY / "config.yaml").read_text(encoding="utf-8"))
+SCHEMA = yaml.safe_load(config.SCHEMA.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+
+
+def changed(**keys):
+    """The shipped config with other values, by dotted keys in which `__` stands for the dot."""
+    values = copy.deepcopy(SHIPPED)
+    for key, value in keys.items():
+        *sections, last = key.split("__")
+        part = values
+        for section in sections:
+            part = part.setdefault(section, {})
+        part[last] = value
+    return values
+
+
+def without(*keys):
+    return {key: value for key, value in SHIPPED.items() if key not in keys}
+
+
+def properties(schema, prefix=""):
+    """Every property of a schema by dotted name."""
+    for key, part in schema.get("properties", {}).items():
+        yield f"{prefix}{key}", part
+        yield from properties(part, f"{prefix}{key}.")
+
+
+def message_of(raw):
+    with pytest.raises(UserError) as error:
+        config.resolve(raw)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_shipped_config_runs_the_whole_model():
+    resolved = config.resolve(SHIPPED)
+    assert resolved.resolved == SHIPPED
+    assert resolved.num_layers == len(resolved.layers) == 6
+    assert resolved.stages == all_stages(6)
+    assert resolved.chains == {"all": tuple(all_stages(6))}
+
+
+def test_schema_and_shipped_config_have_the_same_keys_and_defaults():
+    def leaves(values, prefix=""):
+        for key, value in values.items():
+            if isinstance(value, dict) and value:
+                yield from leaves(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    shipped = dict(leaves(SHIPPED))
+    known = {key: part for key, part in properties(SCHEMA) if "properties" not in part}
+    assert set(shipped) == set(known)
+    defaults = {key: part["default"] for key, part in known.items() if "default" in part}
+    # The schema cannot know which of the two inputs a user has, so neither is the default.
+    del defaults["inputs.prompts"]
+    assert {key: shipped[key] for key in defaults} == defaults
+    assert set(known) - set(defaults) == {"model.checkpoint", "inputs.prompts"}
+
+
+@pytest.mark.parametrize(("key", "part"), properties(SCHEMA))
+def test_every_property_is_described_and_every_section_is_closed(key, part):
+    assert part.get("description", "").strip().endswith(".")
+    if "properties" in part:
+        assert part["additionalProperties"] is False, f"{key} would take unknown keys in silence"
+
+
+def test_defaults_are_filled_in_and_the_users_mapping_is_left_alone():
+    raw = {"model": {"checkpoint": config.DEFAULT_CHECKPOINT}, "inputs": {"prompts": SHIPPED["inputs"]["prompts"]}}
+    before = copy.deepcopy(raw)
+    assert config.resolve(raw).resolved == SHIPPED
+    assert raw == before
+
+
+def test_one_layer_may_be_written_as_a_number():
+    resolved = config.resolve(changed(layers=5, chains=[]))
+    assert resolved.stages == ["layer_005", "norm", "lm_head"]
+    assert resolved.resolved["layers"] == "5"
+
+
+WRONG = {
+    "unknown key": (changed(layer="all"), ["layer: is no key", 'Did you mean "layers"?']),
+    "unknown nested key": (changed(port__modul="a.py"), ["port.modul: is no key", 'Did you mean "module"?']),
+    "unknown key like no other": (changed(golden__xyz=1), ["golden.xyz: is no key", "The keys are device, dtype"]),
+    "number that is a text": (changed(inputs__max_tokens="512"), ["inputs.max_tokens: '512' must be integer"]),
+    "text that is a number": (changed(port__module=3), ["port.module: 3 must be string", "Python file"]),
+    "integer that is a boolean": (changed(model__seed=True), ["model.seed: True must be integer"]),
+    "section that is a list": (changed(golden=[1]), ["golden: [1] must be object"]),
+    "section that is empty": (changed(golden=None), ["golden: None must be object"]),
+    "no mapping at all": (changed(chains="all"), ["chains: 'all' must be array"]),
+    "enum": (changed(golden__dtype="fp16"), ["golden.dtype: 'fp16'", "bfloat16, float16, float32"]),
+    "enum with null": (
+        changed(golden__attn_implementation="flash"),
+        ["golden.attn_implementation", "eager, sdpa, null"],
+    ),
+    "too small": (changed(inputs__max_tokens=0), ["inputs.max_tokens: 0 must be at least 1"]),
+    "limit of zero": (changed(compare__limit=0), ["compare.limit: 0 must be above 0"]),
+    "chain twice": (changed(chains=["all", "all"]), ["chains", "must not name the same twice"]),
+    "layer out of range": (changed(layers="0-70"), ['layers: "0-70"', "6 layers (0 to 5)", '"0-5"']),
+    "layer that is negative": (changed(layers=-1), ["layers", "not a list of layers"]),
+    "backwards range": (changed(layers="4-2"), ["layers", "counts backwards", '"2-4"']),
+    "backwards chain": (changed(chains=["4-2"]), ["chains", "counts backwards", '"2-4"']),
+    "chain of a list": (changed(chains=["1,3"]), ["chains", "not one range"]),
+    "chain out of range": (changed(chains=["0-6"]), ['chains: "0-6"', "6 layers"]),
+    "chain outside the layers": (changed(layers="0-2", chains=["2-4"]), ['chains: "2-4" runs layer_003', '"0-2"']),
+    "chain of all outside": (changed(layers="0-2"), ['chains: "all" runs layer_003', "another chain"]),
+    "no such checkpoint": (
+        changed(model__checkpoint="no/where"),
+        ["model.checkpoint: no/where is not there", "Name a"],
+    ),
+    "empty checkpoint": (changed(model__checkpoint=""), ["model.checkpoint", "must not be empty"]),
+    "no such prompts": (changed(inputs__prompts="no.txt"), ["inputs.prompts: no.txt is not there", "Name an"]),
+    "prompts are a folder": (changed(inputs__prompts="workflow"), ["inputs.prompts: workflow"]),
+    "no such ids": (changed(inputs__prompts=None, inputs__token_ids="no.json"), ["inputs.token_ids: no.json"]),
+    "both inputs": (changed(inputs__token_ids="config.yaml"), ["inputs: give exactly one", "set the other to null"]),
+    "no input": (changed(inputs__prompts=None), ["inputs: give exactly one of prompts and token_ids"]),
+    "no such port": (changed(port__module="ports/gone.py"), ["port.module: ports/gone.py is not there", "Name a"]),
+    "no model": (without("model"), ["'model' is a required property", "config.schema.yaml"]),
+    "no inputs": (without("inputs"), ["'inputs' is a required property", "config.schema.yaml"]),
+    "no checkpoint": (changed(model={}), ["model: 'checkpoint' is a required property"]),
+}
+
+
+@pytest.mark.parametrize("raw, told", WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_is_told_in_one_line(raw, told):
+    message = message_of(raw)
+    assert message.startswith("config.yaml: ")
+    assert all(part in message for part in told), message
+
+
+def test_a_dotted_module_and_another_backend_need_no_file():
+    config.resolve(changed(port__module="installed.port"))
+    config.resolve(changed(port__module="gone.py", port__backend="transformers"))
+
+
+def checkpoint_at(directory, **files):
+    directory.mkdir()
+    for name, value in files.items():
+        (directory / name.replace("__", ".")).write_text(value if isinstance(value, str) else json.dumps(value))
+    return changed(model__checkpoint=str(directory))
+
+
+def test_a_users_checkpoint_tells_its_number_of_layers(tmp_path):
+    raw = checkpoint_at(tmp_path / "m", config__json={"num_hidden_layers": 62}, model__safetensors="")
+    assert config.resolve(raw).num_layers == 62
+    assert '"0-61"' in message_of(raw | {"layers": "0-70"})
+    nested = checkpoint_at(
+        tmp_path / "n", config__json={"text_config": {"num_hidden_layers": 2}}, model__safetensors=""
+    )
+    assert config.resolve(nested).num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({}, ["config.json: is not there", "model.checkpoint must"]),
+        ({"config__json": "{"}, ["config.json: is not JSON", "Copy the file again"]),
+        ({"config__json": {}}, ["num_hidden_layers is missing", "model.checkpoint must"]),
+        ({"config__json": {"num_hidden_layers": 2}}, ["model.safetensors", "model.checkpoint must hold safetensors"]),
+        (
+            {"config__json": {"num_hidden_layers": 2}, "pytorch_model__bin": "x"},
+            ["has neither", "model.checkpoint must hold safetensors"],
+        ),
+        (
+            {"config__json": {"num_hidden_layers": 2}, "model__safetensors__index__json": "{"},
+            ["model.safetensors.index.json: cannot be read", "Copy the file again"],
+        ),
+    ],
+)
+def test_an_unusable_checkpoint_is_told_in_one_line(tmp_path, files, told):
+    message = message_of(checkpoint_at(tmp_path / "m", **files))
+    assert all(part in message for part in told), message
+
+
+@pytest.mark.parametrize(
+    ("raw", "line"),
+    [
+        (changed(port__modul="a.py"), 'error: config.yaml: port.modul: is no key. Did you mean "module"?'),
+        (changed(layers="4-2"), 'error: config.yaml: layers: "4-2" counts backwards. Write "2-4".'),
+    ],
+)
+def test_snakemake_prints_the_line_and_runs_nothing(tmp_path, raw, line):
+    shutil.copy(REPOSITORY / "Snakefile", tmp_path)
+    shutil.copytree(REPOSITORY / "workflow", tmp_path / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(raw))
+    process = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--cores", "1", "-n"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.returncode != 0
+    assert line in process.stdout.splitlines()
+    assert "Traceback" not in process.stdout
+    assert "rule " not in process.stdout and not (tmp_path / "results").exists()

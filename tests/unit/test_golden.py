@@ -1,0 +1,148 @@
+"""The golden, streamed one stage at a time, is the model that transformers runs as a whole."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from layerproof import checkpoint, golden, tensors
+from layerproof.stages import all_stages, layer_of, previous_stage
+from layerproof.tokens import pad
+from models import CONFIGS, save
+
+SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False, "compared": True}
+TOKENS = pad([list(range(3, 23)), [5, 9, 2, 40, 41], [7] * 12], pad_id=0)
+
+
+def whole_model(directory, dtype):
+    """Output of every stage of the whole model by hooks, as bits-preserving tensors."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    outputs = {}
+    parts = checkpoint.parts_of(model)
+
+    def keep(stage):
+        return lambda module, args, output: outputs.__setitem__(
+            stage, (output[0] if isinstance(output, tuple) else output).clone()
+        )
+
+    model.get_submodule(parts.embed).register_forward_hook(keep("embed"))
+    model.get_submodule(parts.norm).register_forward_hook(keep("norm"))
+    for index, layer in enumerate(model.get_submodule(parts.layers)):
+        layer.register_forward_hook(keep(f"layer_{index:03d}"))
+    with torch.no_grad():
+        result = model(input_ids=torch.from_numpy(TOKENS.ids), attention_mask=torch.from_numpy(TOKENS.valid).long())
+    return outputs | {"lm_head": result.logits}
+
+
+def stream(directory, results):
+    """Every stage by the golden's jobs, as the workflow calls them."""
+    layers = checkpoint.num_layers(checkpoint.read_config(directory))
+    stages = all_stages(layers)
+    descriptions = checkpoint.describe_stages(directory, stages, trust_remote_code=False)
+    for stage in stages:
+        previous = previous_stage(stage, layers)
+        golden.make_stage(
+            stage,
+            directory,
+            descriptions[stage],
+            TOKENS,
+            results / f"{previous}.h5" if previous else None,
+            results / f"{stage}.h5",
+            SETTINGS,
+        )
+    return stages
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_stream_equals_whole_model_bit_for_bit(model_type, tmp_path):
+    save(model_type, tmp_path / "model")
+    whole = whole_model(tmp_path / "model", torch.bfloat16)
+    for stage in stream(tmp_path / "model", tmp_path):
+        streamed = tensors.to_torch(tensors.read(tmp_path / f"{stage}.h5", "golden/out"))
+        assert streamed.dtype == torch.bfloat16
+        assert torch.equal(streamed, whole[stage]), stage
+
+
+def test_truth_is_the_fp32_stage_from_the_golden_input(tmp_path):
+    save("qwen3_moe", tmp_path / "model")
+    stages = stream(tmp_path / "model", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    fed = tensors.to_torch(tensors.read(tmp_path / f"{stages[-2]}.h5", "golden/out")).float()
+    truth = tensors.to_torch(tensors.read(tmp_path / "lm_head.h5", "truth/out"))
+    with torch.no_grad():
+        assert torch.equal(truth, model.lm_head(fed))
+
+
+@pytest.mark.parametrize("model_type", ["minimax_m2", "qwen3_moe", "gpt_oss"])
+def test_truth_of_experts_equals_fp32_weights_without_holding_them(model_type, tmp_path, monkeypatch):
+    save(model_type, tmp_path / "model")
+    stages = stream(tmp_path / "model", tmp_path / "lean")
+    monkeypatch.setattr(golden, "_experts_in_bf16", lambda *arguments: [])
+    stream(tmp_path / "model", tmp_path / "plain")
+    for stage in stages:
+        with (
+            tensors.reading(tmp_path / f"lean/{stage}.h5") as lean,
+            tensors.reading(tmp_path / f"plain/{stage}.h5") as plain,
+        ):
+            wanted = tensors.taps(plain, "truth")
+            for name, tap in tensors.taps(lean, "truth").items():
+                assert np.array_equal(tap.data[...], wanted[name].data[...]), (stage, name)
+
+
+def test_experts_stay_bf16_in_the_truth(tmp_path, monkeypatch):
+    """Also where other tensors of the layer are fp32 on disk, as the router of the release is."""
+    save("minimax_m2", tmp_path / "model")
+    for shard in (tmp_path / "model").glob("*.safetensors"):
+        wide = {k: v.float() if ".gate." in k or "bias" in k else v for k, v in load_file(shard).items()}
+        save_file(wide, shard, metadata={"format": "pt"})
+    widened = []
+    original = golden._WidenedOnUse.__getitem__
+
+    def spy(self, expert):
+        widened.append(self.parameter.dtype)
+        return original(self, expert)
+
+    monkeypatch.setattr(golden._WidenedOnUse, "__getitem__", spy)
+    stream(tmp_path / "model", tmp_path)
+    assert widened and set(widened) == {torch.bfloat16}
+
+
+def test_every_stage_loads_only_its_own_tensors(tmp_path):
+    save("minimax_m2", tmp_path / "model")
+    stages = all_stages(3)
+    descriptions = checkpoint.describe_stages(tmp_path / "model", stages, trust_remote_code=False)
+    model = checkpoint.meta_model(tmp_path / "model", False, torch.bfloat16)
+    checkpoint.load_stage(model, "layer_001", tmp_path / "model", descriptions["layer_001"], torch.device("cpu"))
+    parts = checkpoint.parts_of(model)
+    loaded = {parts.stage_of(name) for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    assert loaded == {"layer_001"}
+    names = [name for stage in stages for name in descriptions[stage]["tensors"]]
+    assert len(names) == len(set(names))
+    assert all(
+        layer_of(s) is None or all(f"layers.{layer_of(s)}." in n for n in descriptions[s]["tensors"]) for s in stages
+    )
+
+
+def test_layers_have_the_canonical_taps(tmp_path):
+    save("minimax_m2", tmp_path / "model")
+    stream(tmp_path / "model", tmp_path)
+    with tensors.reading(tmp_path / "layer_002.h5") as file:
+        golden_taps, truth = tensors.taps(file, "golden"), tensors.taps(file, "truth")
+        assert (
+            set(golden_taps)
+            == set(truth)
+            == {
+                *("input_norm", "attn.q", "attn.k", "attn.v", "attn.q_norm", "attn.k_norm", "attn.q_rot", "attn.k_rot"),
+                *("attn.context", "attn.out", "post_attn_norm", "mlp.out", "out"),
+                *("router.logits", "router.scores", "router.selection", "router.choice", "router.weights"),
+            }
+        )
+        assert {tap.dtype for tap in truth.values()} == {"float32", "int32"}
+        assert golden_taps["attn.q_rot"].data.shape == (3, 20, 4, 16)
+        scores, weights, choice = (truth[f"router.{name}"].data[...] for name in ("scores", "weights", "choice"))
+    assert ((scores > 0) & (scores < 1)).all()
+    chosen = np.take_along_axis(scores, choice, -1)
+    expected = chosen / chosen.sum(-1, keepdims=True)
+    np.testing.assert_allclose(np.take_along_axis(weights, choice, -1), expected, rtol=1e-5)
+    assert (np.count_nonzero(weights, axis=-1) == 2).all()

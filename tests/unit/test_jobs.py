@@ -1,0 +1,271 @@
+"""A job runs when it must and only then, and leaves a record or none."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from layerproof import fingerprint, jobs
+from layerproof.errors import StageError, StageMissing, UserError
+from layerproof.files import sha256
+from layerproof.jobs import Job
+from layerproof.records import Record, Stamps, describe_output
+
+REPOSITORY = fingerprint.REPOSITORY
+HEAVY = {"torch", "transformers", "h5py", "numpy", "matplotlib", "safetensors", "jinja2"}
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "input").write_text("input")
+    return Job(
+        verb="port",
+        spec={"stage": "layer_000"},
+        stamp="new",
+        inputs=(tmp_path / "input",),
+        outputs=(tmp_path / "results/output",),
+        record=tmp_path / "results/records/output.json",
+    )
+
+
+class Work:
+    """Writes the output and counts its calls; raises if it is told to."""
+
+    def __init__(self, job, error=None):
+        self.job, self.error, self.calls = job, error, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.error:
+            raise self.error
+        for path in self.job.outputs:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("output")
+        return {"fact": self.calls}
+
+
+def leave_error(job):
+    def leave(error):
+        job.outputs[0].parent.mkdir(parents=True, exist_ok=True)
+        job.outputs[0].write_text(f"error: {error}")
+
+    return leave
+
+
+def identity(path):
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+def test_first_run_leaves_output_and_record(job, capsys):
+    jobs.run(job, Work(job))
+    record = Record.read(job.record)
+    assert (record.verb, record.spec, record.stamp, record.error) == (job.verb, job.spec, job.stamp, None)
+    assert set(record.inputs) == {str(job.inputs[0])} and set(record.outputs) == {str(job.outputs[0])}
+    assert record.run["fact"] == 1 and record.run["wall_s"] >= 0 and record.run["packages"]["numpy"]
+    assert "tests/unit/test_jobs.py::Work.__call__" in record.code
+    assert "runs because it has not run before" in capsys.readouterr().out
+
+
+def test_current_job_does_nothing(job, capsys):
+    jobs.run(job, Work(job))
+    before = identity(job.outputs[0]), identity(job.record)
+    work = Work(job)
+    jobs.run(job, work)
+    assert work.calls == 0
+    assert (identity(job.outputs[0]), identity(job.record)) == before
+    assert f"{job.outputs[0]}: up to date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("field", [{"spec": {"stage": "layer_001"}}, {"stamp": "other"}])
+def test_job_that_was_asked_for_differently_runs(job, field):
+    jobs.run(job, Work(job))
+    work = Work(job)
+    jobs.run(Job(**vars(job) | field), work)
+    assert work.calls == 1
+
+
+def test_changed_input_is_recorded_as_it_was_before_the_work(job):
+    class Changing(Work):
+        def __call__(self):
+            self.job.inputs[0].write_text("changed during the work")
+            return super().__call__()
+
+    jobs.run(job, Changing(job))
+    work = Work(job)
+    jobs.run(job, work)
+    assert work.calls == 1, "what was written while the job read it is a change"
+
+
+def test_damaged_output_runs_again(job):
+    jobs.run(job, Work(job))
+    job.outputs[0].write_text("autput")
+    jobs.run(job, Work(job))
+    assert job.outputs[0].read_text() == "output"
+
+
+def test_error_becomes_a_result_and_is_tried_again(job, capsys):
+    jobs.run(job, Work(job, StageError("no such head")), leave_error(job))
+    assert job.outputs[0].read_text() == "error: no such head"
+    record = Record.read(job.record)
+    assert record.error == "no such head"
+    assert set(record.outputs) == {str(job.outputs[0])}
+    assert Stamps(job.record.parent, job.record.parent / "stamps").value("output") != job.stamp
+    captured = capsys.readouterr()
+    assert "error: no such head" in captured.err and "Traceback" not in captured.err
+    work = Work(job)
+    jobs.run(job, work, leave_error(job))
+    assert work.calls == 1 and job.outputs[0].read_text() == "output"
+    assert Record.read(job.record).error is None
+
+
+def test_without_on_error_an_exception_leaves_no_new_record(job):
+    jobs.run(job, Work(job))
+    before = Record.read(job.record)
+    job.inputs[0].write_text("changed")
+    with pytest.raises(StageError, match="no such head"):
+        jobs.run(job, Work(job, StageError("no such head")))
+    assert Record.read(job.record) in (None, before)
+    work = Work(job)
+    jobs.run(job, work)
+    assert work.calls == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_interruption_is_no_result(job, error):
+    with pytest.raises(type(error)):
+        jobs.run(job, Work(job, error), leave_error(job))
+    assert not job.record.exists() and not job.outputs[0].exists()
+
+
+def seen_error(job, error):
+    errors = []
+
+    def keep(error):
+        errors.append(error)
+        leave_error(job)(error)
+
+    jobs.run(job, error if callable(error) else Work(job, error), keep)
+    return errors[0]
+
+
+def test_kind_of_error_is_kept(job):
+    missing = StageMissing("no input")
+    assert seen_error(job, missing) is missing
+    user = seen_error(job, UserError("config.yaml: wrong"))
+    assert type(user) is StageError and str(user) == "config.yaml: wrong"
+
+
+def test_error_names_file_and_line_of_the_users_code(job, tmp_path, monkeypatch, capsys):
+    """Not the line in an installed package that raised it."""
+    (tmp_path / "user_port.py").write_text(
+        textwrap.dedent("""
+            import yaml
+
+            def build():
+                return yaml.safe_load("[")
+        """)
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import user_port
+
+    error = seen_error(job, user_port.build)
+    assert str(error).startswith("ParserError at user_port.py:5: while parsing")
+    assert "\n" not in str(error)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_error_without_a_message(job):
+    assert str(seen_error(job, IndexError())).endswith(": no message")
+
+
+def test_setup_belongs_to_the_code_of_each_job(job):
+    def shared():
+        return None
+
+    setup = {}
+    with fingerprint.recording(setup):
+        shared()
+    jobs.run(job, Work(job), setup=setup)
+    code = Record.read(job.record).code
+    assert any("test_setup_belongs" in entry for entry in code) and any("Work.__call__" in entry for entry in code)
+
+
+def layerproof(directory, *arguments, options=()):
+    return subprocess.run(
+        [sys.executable, *options, "-m", "layerproof", *map(str, arguments)],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow")},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_job_killed_between_work_and_record_runs_again(job, tmp_path):
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from layerproof import jobs
+        from layerproof.jobs import Job
+
+        root = Path(sys.argv[1])
+        job = Job("port", {"stage": "layer_000"}, "new", (root / "input",), (root / "results/output",),
+                  root / "results/records/output.json")
+
+        def work():
+            job.outputs[0].write_text(sys.argv[2])
+            if sys.argv[2] == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        jobs.run(job, work)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    jobs.run(job, Work(job))
+    job.inputs[0].write_text("changed")
+
+    def call(text):
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow")}
+        return subprocess.run([sys.executable, "script.py", str(tmp_path), text], cwd=tmp_path, env=environment)
+
+    assert call("killed").returncode == -signal.SIGKILL
+    assert job.outputs[0].read_text() == "killed"
+    job.inputs[0].write_text("input")  # even as it was: the record of then says nothing of the output now
+    assert call("whole").returncode == 0
+    assert job.outputs[0].read_text() == "whole"
+    assert call("not again").returncode == 0
+    assert job.outputs[0].read_text() == "whole"
+
+
+@pytest.mark.parametrize(
+    ("verb", "files"),
+    [
+        ("golden", ("weights", "tokens", "config")),
+        ("port", ("weights", "tokens", "config")),
+        ("compare", ("golden", "port", "tokens")),
+        ("plot-stage", ("comparisons",)),
+        ("report", ("template", "verdicts", "comparisons")),
+    ],
+)
+def test_current_job_imports_nothing_heavy(tmp_path, verb, files):
+    (tmp_path / "layer_000.json").write_text("{}")
+    (tmp_path / "layer_000.h5").write_text("output")
+    spec = {"stage": "layer_000"}
+    Record(
+        verb=verb,
+        spec=spec,
+        stamp="new",
+        inputs={"layer_000.json": sha256(tmp_path / "layer_000.json")},
+        outputs={"layer_000.h5": describe_output(tmp_path / "layer_000.h5")},
+        code={},
+        error=None,
+    ).write(tmp_path / "record.json")
+    flags = [part for name in files for part in (f"--{name}", "layer_000.json")]
+    arguments = (verb, "layer_000.h5", *flags, "--spec", json.dumps(spec), "--record", "record.json")
+    outcome = layerproof(tmp_path, *arguments, options=("-X", "importtime"))
+    assert outcome.returncode == 0 and "layer_000.h5: up to date" in outcome.stdout, outcome.stderr[-2000:]
+    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in outcome.stderr.splitlines() if "|" in line}
+    assert "layerproof" in imported and not imported & HEAVY

@@ -1,0 +1,242 @@
+"""The audit trail: every file is listed, and whatever is changed, removed or added afterwards is found."""
+
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from layerproof import manifest
+from layerproof.errors import UserError
+from layerproof.records import Record, described
+
+CONFIG = {"model": {"checkpoint": "results/checkpoint"}, "compare": {"limit": 1.5}}
+CODE = "workflow/layerproof/stages.py"
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A small results/ as a run leaves it, with the manifest written."""
+    monkeypatch.chdir(tmp_path)
+    results = Path("results")
+    for name, text in {
+        "report.html": "<h1>pass</h1>",
+        "verdicts.json": "{}",
+        "golden/embed.h5": "golden",
+        "weights/embed.json": json.dumps({"digest": "d" * 64}),
+        "weights/norm.json": json.dumps({"error": "norm: shard is gone."}),
+        "logs/golden/embed.log": "done",
+        "logs/manifest.log": "being written",
+        "archive/old.zip": "older",
+        "README.md": "ships with the repository",
+        "golden/norm.h5.tmp": "left by a killed job",
+    }.items():
+        (results / name).parent.mkdir(parents=True, exist_ok=True)
+        (results / name).write_text(text)
+    Path("prompts.txt").write_text("Once")
+    Path("model-1.safetensors").write_text("weights")
+    record = Record(
+        verb="golden",
+        spec={"stage": "embed", "dtype": "bfloat16"},
+        stamp="new",
+        inputs={"prompts.txt": "a" * 64, "model-1.safetensors": "b" * 64, "results/verdicts.json": "c" * 64},
+        outputs=described([results / "golden/embed.h5"]),
+        code={f"{CODE}::all_stages": "e" * 64, f"{CODE}::=EMBED": "f" * 64},
+        error=None,
+        run={"wall_s": 1.5, "command": ["golden"]},
+    )
+    record.write(results / "records/golden/embed.json")
+    manifest.write(results / "manifest.json", {"config": CONFIG})
+    return results
+
+
+def content(results):
+    return json.loads((results / "manifest.json").read_text())
+
+
+def verified(path, capsys):
+    """What `verify` prints, line by line, and returns."""
+    capsys.readouterr()
+    code = manifest.verify(path)
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_an_unchanged_run_passes(results, capsys):
+    path = results / "manifest.json"
+    assert verified(path, capsys) == (0, [f"{path}: every file is as it was"])
+
+
+def test_every_file_of_the_run_is_listed_with_its_digest(results):
+    outputs = content(results)["outputs"]
+    assert set(outputs) == {
+        "report.html",
+        "verdicts.json",
+        "golden/embed.h5",
+        "weights/embed.json",
+        "weights/norm.json",
+        "logs/golden/embed.log",
+        "records/golden/embed.json",
+    }
+    for name, entry in outputs.items():
+        data = (results / name).read_bytes()
+        assert entry == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def test_the_facts_of_each_job_are_told(results):
+    written = content(results)
+    assert written["config"] == CONFIG
+    job = written["jobs"]["golden/embed"]
+    assert job["verb"] == "golden" and job["settings"] == {"stage": "embed", "dtype": "bfloat16"}
+    assert job["inputs"]["prompts.txt"] == "a" * 64
+    assert job["outputs"] == {"results/golden/embed.h5": hashlib.sha256(b"golden").hexdigest()}
+    assert job["functions"] == 2 and job["error"] is None
+    assert job["wall_s"] == 1.5 and job["command"] == ["golden"]
+    assert written["checkpoint"] == {"embed": "d" * 64, "norm": "norm: shard is gone."}
+    assert set(written["inputs"]) == {"prompts.txt", "model-1.safetensors"}, "what is not under results/"
+    assert written["inputs"]["prompts.txt"]["sha256"] == hashlib.sha256(b"Once").hexdigest()
+    assert written["code"] == {CODE: manifest._describe(manifest.REPOSITORY / CODE)}
+    assert written["packages"]["numpy"] and written["host"]["python"] and set(written["git"]) == {"commit", "dirty"}
+
+
+def test_other_code_of_a_job_is_another_digest(results):
+    before = content(results)["jobs"]["golden/embed"]["code"]
+    path = results / "records/golden/embed.json"
+    path.write_text(path.read_text().replace("e" * 64, "0" * 64))
+    manifest.write(results / "manifest.json", {"config": CONFIG})
+    assert content(results)["jobs"]["golden/embed"]["code"] != before
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda results: (results / "report.html").write_text("<h1>PASS</h1>"), "changed: report.html"),
+        (lambda results: (results / "golden/embed.h5").write_text("goldeN"), "changed: golden/embed.h5"),
+        (lambda results: (results / "golden/embed.h5").unlink(), "missing: golden/embed.h5"),
+        (lambda results: (results / "golden/norm.h5").write_text("new"), "added: golden/norm.h5"),
+        (
+            lambda results: (results / "records/golden/embed.json").write_text("{}"),
+            "changed: records/golden/embed.json",
+        ),
+    ],
+)
+def test_what_changed_is_found_and_not_archived(results, capsys, change, problem):
+    change(results)
+    path = results / "manifest.json"
+    assert verified(path, capsys) == (1, [problem, f"{path}: 1 files differ"])
+    with pytest.raises(UserError, match=rf"{problem} \(1 in all\)\. Renew it: snakemake"):
+        manifest.archive(path, results / "archive/run.zip")
+    assert not (results / "archive/run.zip").exists()
+
+
+def test_every_difference_is_told(results, capsys):
+    (results / "report.html").unlink()
+    (results / "verdicts.json").write_text("{ }")
+    (results / "note.txt").write_text("mine")
+    code, lines = verified(results / "manifest.json", capsys)
+    assert code == 1
+    assert lines[:-1] == ["missing: report.html", "added: note.txt", "changed: verdicts.json"]
+
+
+def test_a_list_of_outputs_that_was_edited_is_found(results):
+    (results / "report.html").write_text("<h1>forged</h1>")
+    edited = content(results)
+    edited["outputs"]["report.html"] = manifest._describe(results / "report.html")
+    (results / "manifest.json").write_text(json.dumps(edited))
+    with pytest.raises(UserError, match="changed by hand"):
+        manifest.verify(results / "manifest.json")
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"schema_version": 2}', '{"schema_version": 1}', "\xff"])
+def test_an_unusable_manifest_is_told_in_one_line(results, text):
+    path = results / "manifest.json"
+    path.unlink() if text is None else path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"^results/manifest\.json: ") as error:
+        manifest.verify(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def archive(results):
+    path = results / "archive/run.zip"
+    manifest.archive(results / "manifest.json", path)
+    return path
+
+
+def repacked(archive, change):
+    """The archive with its members changed in place by `change(members)`."""
+    with zipfile.ZipFile(archive) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    change(members)
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, data in members.items():
+            file.writestr(name, data)
+    return archive
+
+
+def test_an_archive_holds_all_but_weights_and_verifies_anywhere(results, archive, capsys, tmp_path):
+    with zipfile.ZipFile(archive) as file:
+        held = {name: file.read(name) for name in file.namelist()}
+    files = {f"results/{name}": results / name for name in [*content(results)["outputs"], "manifest.json"]}
+    files |= {f"code/{CODE}": manifest.REPOSITORY / CODE, "inputs/prompts.txt": Path("prompts.txt")}
+    assert held == {name: path.read_bytes() for name, path in files.items()}
+    elsewhere = archive.rename(tmp_path / "elsewhere.zip")
+    (results / "report.html").unlink()
+    assert verified(elsewhere, capsys) == (0, [f"{elsewhere}: every file is as it was"])
+
+
+def test_an_archive_inside_results_is_no_added_file(results, archive, capsys):
+    assert verified(results / "manifest.json", capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda members: members.update({"results/report.html": b"forged"}), "changed: results/report.html"),
+        (lambda members: members.update({f"code/{CODE}": b"forged"}), f"changed: code/{CODE}"),
+        (lambda members: members.update({"inputs/prompts.txt": b"forged"}), "changed: inputs/prompts.txt"),
+        (lambda members: members.pop("results/golden/embed.h5"), "missing: results/golden/embed.h5"),
+        (lambda members: members.pop("inputs/prompts.txt"), "missing: inputs/prompts.txt"),
+        (lambda members: members.update({"results/more.txt": b"new"}), "added: results/more.txt"),
+    ],
+)
+def test_a_changed_archive_is_found(archive, capsys, change, problem):
+    assert verified(repacked(archive, change), capsys) == (1, [problem, f"{archive}: 1 files differ"])
+
+
+def test_an_archive_with_a_damaged_byte_is_found(archive, capsys):
+    with zipfile.ZipFile(archive) as file:
+        info = file.getinfo(f"code/{CODE}")
+    data = bytearray(archive.read_bytes())
+    data[info.header_offset + 30 + len(info.filename) + info.compress_size // 2] ^= 0x10
+    archive.write_bytes(data)
+    assert verified(archive, capsys) == (1, [f"changed: code/{CODE}", f"{archive}: 1 files differ"])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-30]),
+        lambda path: path.write_bytes(b"no zip"),
+        lambda path: path.unlink(),
+        lambda path: repacked(path, lambda members: members.pop("results/manifest.json")),
+        lambda path: repacked(path, lambda members: members.update({"results/manifest.json": b"{"})),
+    ],
+    ids=["cut", "no zip", "gone", "no manifest", "broken manifest"],
+)
+def test_an_unusable_archive_is_told_in_one_line(archive, damage):
+    damage(archive)
+    with pytest.raises(UserError, match=r"is no archive of a run") as error:
+        manifest.verify(archive)
+    assert "\n" not in str(error.value)
+
+
+def test_no_damaged_byte_of_a_member_goes_unnoticed(archive):
+    """Some make the compressed data wrong and some make it impossible to unpack."""
+    with zipfile.ZipFile(archive) as file:
+        info = file.getinfo(f"code/{CODE}")
+    start = info.header_offset + 30 + len(info.filename)
+    whole = archive.read_bytes()
+    for position in range(start, start + info.compress_size, 7):
+        archive.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+        assert manifest.verify(archive) == 1, position - start

@@ -1,0 +1,331 @@
+"""The plots and the report: what they say of every way that a run can end, and that they hold up on a real model."""
+
+import copy
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import reports
+from layerproof import plots, report
+from layerproof.metrics import Tensor, judge
+
+TEMPLATE = Path(report.__file__).parent / "templates" / "report.html.j2"
+
+
+def sentences(comparisons, chains=()):
+    return report.verdict_sentences(reports.collect(comparisons, chains), comparisons, chains, reports.LIMIT)
+
+
+def render(comparisons, chains=(), plots=None, **config):
+    verdicts = reports.collect(comparisons, chains)
+    return report.render(TEMPLATE, verdicts, comparisons, chains, plots or {}, reports.CONFIG | config)
+
+
+def words(html):
+    """What a reader sees of a page, in one line."""
+    return " ".join(re.sub(r"<style>.*?</style>|<script>.*?</script>|<[^>]*>", " ", html, flags=re.DOTALL).split())
+
+
+# The verdict in a sentence
+
+
+def test_a_pass_names_its_scope_and_how_close_it_came():
+    comparisons, chains = reports.good()
+    headline, end_to_end = sentences(comparisons, chains)
+    assert re.fullmatch(
+        r"The port passes: all 5 stages and 13 taps agree with the golden \(largest R \d\.\d+ at layer_000 [\w.]+\)\.",
+        headline,
+    )
+    assert "chain all" in end_to_end and "100 %" in end_to_end
+
+
+def test_a_pass_does_not_claim_taps_that_it_never_saw():
+    headline, *_ = sentences([reports.compared("layer_000", missing=("mlp.gate", "mlp.up"))])
+    assert "1 stage and 5 taps agree" in headline and "2 taps could not be looked at" in headline
+    assert "all" not in headline
+
+
+def test_a_failure_names_the_first_culprit_and_what_is_allowed():
+    comparisons = [reports.compared("layer_000"), reports.compared("layer_001", wrong=("mlp.out", "out"))]
+    headline, counts = sentences(comparisons)
+    assert re.fullmatch(
+        r"layer_001 is the first that goes wrong, at mlp.out: R is \d\d\.\d where 1\.5 is allowed\.", headline
+    )
+    assert counts == "1 of 2 stages fails."
+
+
+def test_a_failure_without_R_says_its_reason():
+    comparison = reports.compared("layer_000", wrong=("out",))
+    comparison["taps"]["out"] |= {"R": None, "reason": "the port has shape [2,6,8] where the golden has [2,6,16]"}
+    headline, *_ = sentences([comparison])
+    assert headline == (
+        "layer_000 is the first that goes wrong, at out: the port has shape [2,6,8] where the golden has [2,6,16]."
+    )
+
+
+def test_R_just_above_the_limit_is_never_shown_as_the_limit():
+    comparison = reports.compared("layer_000", wrong=("out",))
+    comparison["taps"]["out"]["R"] = 1.50004
+    assert "R is 1.50004 where 1.5 is allowed" in sentences([comparison])[0]
+
+
+def test_a_failure_beside_an_error_tells_both():
+    headline, counts, error = sentences(*reports.bad())
+    assert headline.startswith("layer_000 is the first that goes wrong, at router.scores")
+    assert counts == "1 of 5 stages fails."
+    assert error == "layer_001 could not be compared: ValueError at port.py:7: no weights."
+
+
+def test_an_error_names_the_stage_and_the_message_before_those_that_follow_from_it():
+    comparisons = [
+        reports.compared("embed"),
+        reports.stopped("layer_000", "no input, because an earlier stage failed", "missing"),
+        reports.stopped("layer_001", "RuntimeError at port.py:9: out of memory"),
+    ]
+    headline, rest = sentences(comparisons)
+    assert headline == "layer_001 could not be compared (and 1 more): RuntimeError at port.py:9: out of memory."
+    assert rest == "The other 1 stage passes."
+
+
+@pytest.mark.parametrize("comparisons", [[], [reports.stopped("layer_000", "it is gone")]], ids=["no stage", "no tap"])
+def test_an_empty_comparison_is_no_pass(comparisons):
+    headline, *_ = sentences(comparisons)
+    assert headline == "Nothing was compared, so nothing is known of the port."
+    assert "Nothing was compared" in words(render(comparisons))
+
+
+def test_a_chain_that_breaks_is_no_pass():
+    comparisons, _ = reports.good()
+    headline, *_ = sentences(comparisons, [reports.chain(comparisons, broken="layer_001")])
+    assert headline == "Every stage passes alone, but chain all broke at layer_001: the port ran out of memory."
+
+
+# What was not looked at
+
+
+def test_what_was_not_compared_is_listed_with_its_reason():
+    text = words(render(*reports.bad(), layers="0-1"))
+    for sentence in (
+        "mlp.gate of layer_000 not compared: the port hands no tensor over for this tap.",
+        "layer_001 not compared: ValueError at port.py:7: no weights.",
+        "Layers other than 0-1 were not compared",
+        "Chain all ends at layer_001: the port ran out of memory.",
+        "Chains are reported, but their R and gain do not decide the verdict.",
+    ):
+        assert sentence in text
+
+
+def test_a_tap_that_only_the_port_has_is_listed():
+    comparison = reports.compared("layer_000")
+    comparison["statistics"]["port"]["mlp.up"] = comparison["statistics"]["port"]["out"]
+    text = words(render([comparison]))
+    assert "mlp.up of layer_000 not compared: the golden has no such tap." in text
+    assert "No chain was run" in text
+
+
+# The page
+
+
+def test_a_reason_cannot_inject_markup():
+    comparisons = [reports.stopped("layer_000", "<script>alert(1)</script> & more"), reports.compared("layer_001")]
+    html = render(comparisons)
+    assert "<script>alert" not in html
+    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; more") >= 2
+
+
+def test_stages_that_do_not_pass_are_open_and_the_others_closed():
+    found = re.findall(r'<details( open)?>\s*<summary id="(\w+)"', render(*reports.bad()))
+    opened = {stage: bool(state) for state, stage in found}
+    assert opened == {"embed": False, "layer_000": True, "layer_001": True, "norm": False, "lm_head": False}
+
+
+def test_every_stage_says_how_to_run_it_again():
+    html = render(*reports.bad())
+    assert "snakemake --cores 1 --forcerun results/port/layer_001.h5 -- results/compare/layer_001.json" in html
+    assert "--forcerun results/chain/all/layer_001.h5 -- results/compare/chain/all.json" in html
+
+
+def test_the_page_states_compilations_logits_thresholds_and_where_it_was_made():
+    text = words(render(*reports.bad()))
+    for part in (
+        "4 graphs compiled for 4 kinds of stage",
+        "2 prompts of 4 to 6 tokens, 10 in all, from prompts.txt",
+        "1 of 2 (prompt 1: 4 for 5)",
+        "which are reported and do not decide",
+        "checkpoint: models/small",
+        "Processor",
+        "Commit",
+    ):
+        assert part in text
+
+
+def test_the_page_fetches_nothing(tmp_path):
+    html = render(*reports.good(), plots={"map": drawn_map(tmp_path, reports.good()[0])})
+    assert "data:image/svg+xml;base64," in html
+    assert not re.search(r"""(src|href|action|url)\s*[=(]\s*["']?(https?:)?//""", html)
+
+
+def test_taps_without_metrics_are_shown_with_their_reason(tmp_path):
+    comparison = reports.compared("layer_000")
+    ones, wide = (Tensor(np.ones((2, 6, size), np.float32), "float32") for size in (16, 8))
+    broken = Tensor(np.where(np.arange(16) == 3, np.nan, ones.data).astype(np.float32), "float32")
+    everywhere = np.ones((2, 6), bool)
+    comparison["taps"]["mlp.out"] = judge(broken, ones, ones, everywhere, reports.LIMIT)
+    comparison["taps"]["out"] = judge(wide, ones, ones, everywhere, reports.LIMIT)
+    comparison |= {"status": "fail", "reason": "mlp.out"}
+    plots.plot_stage(comparison, tmp_path / "layer_000.svg")
+    plots.plot_map([comparison], tmp_path / "map.svg")
+    plots.plot_depth([comparison], [], tmp_path / "depth.svg")
+    text = words(render([comparison], (), {path.stem: path for path in tmp_path.iterdir()}))
+    assert "the port has shape [2,6,8] where the golden has [2,6,16]" in text
+    assert "port: 12 NaN, 0 Inf, first [0,0,3]" in text
+
+
+def test_flipped_experts_are_told_with_their_margins():
+    comparison = reports.compared("layer_000")
+    comparison["routing"] = {
+        "tokens": 10,
+        "flips": 2,
+        "excused": 1,
+        "golden_flips": 0,
+        "left_out": 1,
+        "noise_margin": 0.00816,
+        "largest_margin": 0.2811,
+    }
+    text = words(render([comparison]))
+    assert "chooses other experts than the truth for 2 of 10 tokens" in text
+    assert "1 is a near-tie and excused: the noise explains margins up to 0.00816, the largest is 0.281." in text
+    assert "Taps after the router leave out 1 token whose experts were nearly tied (layer_000)." in text
+
+
+def test_equal_runs_make_equal_pages():
+    assert render(*reports.bad()) == render(*copy.deepcopy(reports.bad()))
+
+
+# Words and numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0.0, "0"),
+        (12, "12"),
+        (388.7268, "389"),
+        (1.0, "1.00"),
+        (0.00464, "0.00464"),
+        (1234.5, "1234"),
+        (1e9, "1.00e9"),
+        (-2.3461e-7, "-2.35e-7"),
+    ],
+)
+def test_numbers_are_short(value, text):
+    assert report.number(value) == text
+
+
+def test_a_share_is_100_percent_only_if_it_is_all():
+    assert [report.share(value) for value in (1.0, 0.99999, 0.9459, None)] == ["100 %", "99.9 %", "94.5 %", "–"]
+
+
+def test_ranges_put_layers_together():
+    stages = ["embed", "layer_000", "layer_001", "layer_002", "layer_007", "norm"]
+    assert report.ranges(stages) == "embed, layer_000 to layer_002, layer_007, norm"
+
+
+# The plots
+
+
+def drawn_map(directory, comparisons):
+    plots.plot_map(comparisons, directory / "map.svg")
+    return directory / "map.svg"
+
+
+def texts(svg):
+    """The text in an SVG; fails if it is not XML."""
+    return " ".join(" ".join(node.itertext()) for node in ElementTree.parse(svg).iter() if node.tag.endswith("}text"))
+
+
+def test_a_stage_plot_shows_both_sides_and_every_prompt(tmp_path):
+    plots.plot_stage(reports.compared("layer_000"), tmp_path / "plot.svg")
+    shown = texts(tmp_path / "plot.svg")
+    for part in ("port − truth", "golden − truth", "prompt 0", "prompt 1", "R by token"):
+        assert part in shown
+
+
+@pytest.mark.parametrize(
+    "comparison",
+    [
+        reports.stopped("layer_000", "it fell over"),
+        reports.stopped("layer_000", "it fell over", "missing"),
+        reports.stopped("layer_000", "it fell over") | {"taps": {}},
+    ],
+    ids=["error", "missing", "no taps"],
+)
+def test_a_stage_without_numbers_becomes_a_plot_that_says_so(tmp_path, comparison):
+    plots.plot_stage(comparison, tmp_path / "plot.svg")
+    assert texts(tmp_path / "plot.svg") == "layer_000: no errors to draw. it fell over"
+    sign = {"error": "E", "missing": "M"}[comparison["status"]]
+    assert sign in texts(drawn_map(tmp_path, [comparison])).split()
+
+
+def test_a_stage_whose_tensors_are_equal_says_so(tmp_path):
+    comparison = reports.compared("embed")
+    comparison["taps"]["out"] = reports.tap("out", error=0.0)
+    exact = comparison["taps"]["out"]
+    exact["histogram"]["golden"] = exact["histogram"]["port"]
+    exact["abs"]["max"] = 0.0
+    plots.plot_stage(comparison, tmp_path / "plot.svg")
+    assert "port, golden and truth are equal" in texts(tmp_path / "plot.svg")
+
+
+def test_a_long_prompt_is_drawn_by_its_worst_tokens(tmp_path):
+    comparison = reports.compared("layer_000")
+    comparison["taps"]["out"]["token_R"] = [[1.0] * 4095 + [77.0] for _ in range(20)]
+    plots.plot_stage(comparison, tmp_path / "plot.svg")
+    assert "8 worst of 20 prompts, worst of each 16 positions" in texts(tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").stat().st_size < 200_000
+
+
+def test_the_map_does_not_rely_on_colour(tmp_path):
+    comparisons, _ = reports.bad()
+    shown = texts(drawn_map(tmp_path, comparisons)).split()
+    failed = sum(tap["status"] == "fail" for comparison in comparisons for tap in comparison["taps"].values())
+    assert shown.count("×") == failed + 1  # and one in the legend
+    assert shown.count("E") == len(reports.TAPS) + 1
+    assert shown.count("M") == 1 + 1
+
+
+def test_the_depth_plot_works_without_chains_and_without_any_number(tmp_path):
+    comparisons, chains = reports.bad()
+    for name, given in (("with", chains), ("without", [])):
+        plots.plot_depth(comparisons, given, tmp_path / f"{name}.svg")
+    assert "Gain" in texts(tmp_path / "with.svg") and "Gain" not in texts(tmp_path / "without.svg")
+    plots.plot_depth([reports.stopped("layer_000", "it fell over")], [], tmp_path / "none.svg")
+    assert "hatched" in texts(tmp_path / "none.svg")
+
+
+def test_equal_input_makes_equal_bytes(tmp_path):
+    comparisons, chains = reports.bad()
+    for attempt in ("first", "second"):
+        plots.plot_stage(comparisons[1], tmp_path / attempt / "stage.svg")
+        plots.plot_map(comparisons, tmp_path / attempt / "map.svg")
+        plots.plot_depth(comparisons, chains, tmp_path / attempt / "depth.svg")
+    for name in ("stage.svg", "map.svg", "depth.svg"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def test_a_model_of_62_layers_stays_readable(tmp_path):
+    layers = [reports.compared(f"layer_{layer:03d}", wrong=("out",) if layer > 40 else ()) for layer in range(62)]
+    comparisons = [reports.compared("embed"), *layers, reports.compared("norm"), reports.compared("lm_head")]
+    chains = [reports.chain(comparisons)]
+    heat_map = drawn_map(tmp_path, comparisons)
+    plots.plot_depth(comparisons, chains, tmp_path / "depth.svg")
+    assert heat_map.stat().st_size < 1_000_000
+    labels = texts(heat_map).split()
+    assert {"embed", "0", "5", "60", "norm", "lm_head"} <= set(labels) and "layer_001" not in labels
+    html = render(comparisons, chains, {"map": heat_map, "depth": tmp_path / "depth.svg"})
+    assert "65: embed, layer_000 to layer_061, norm, lm_head" in html
+    assert len(html) < 5_000_000

@@ -1,0 +1,341 @@
+"""`python -m layerproof VERB`: what the rules call, and the same by hand.
+
+Heavy imports are inside the verbs: a job that has nothing to do returns before any of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from layerproof import fingerprint, jobs, manifest, verdicts
+from layerproof.errors import StageError, UserError
+from layerproof.files import read_json, write_json, write_text
+from layerproof.records import Record
+
+
+def make_checkpoint(args: argparse.Namespace) -> None:
+    def work() -> None:
+        from layerproof import tiny
+
+        tiny.make(args.outputs[0].parent, seed=args.spec["seed"])
+
+    jobs.run(_job(args, args.inputs), work)
+
+
+def make_weights(args: argparse.Namespace) -> None:
+    directory = Path(args.spec["checkpoint_dir"])
+    # A shard may be hundreds of gigabytes: its time and size tell whether to read it, its content what has changed.
+    files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in args.inputs if path.exists()]
+
+    def work() -> dict[str, Any]:
+        from layerproof.checkpoint import describe_stages
+
+        by_stage = {output.stem: output for output in args.outputs}
+        described = describe_stages(directory, list(by_stage), args.spec["trust_remote_code"])
+        unused: list[str] = []
+        for stage, output in by_stage.items():
+            unused = described[stage].pop("unused")  # of the whole checkpoint: no stage has to run again for it
+            if not output.exists() or read_json(output) != described[stage]:
+                write_json(output, described[stage])
+        for name in unused:
+            print(f"{name}: is in the checkpoint, but no stage loads it")
+        return {"unused": unused}
+
+    jobs.run(_job(args, (), files=files), work)
+
+
+def make_tokens(args: argparse.Namespace) -> None:
+    def work() -> None:
+        from layerproof import tokens
+        from layerproof.checkpoint import read_config
+
+        directory = Path(args.spec["checkpoint_dir"])
+        inputs = args.spec["inputs"]
+        tokens.make(
+            args.outputs[0],
+            directory,
+            read_config(directory),
+            Path(inputs["prompts"]) if inputs["prompts"] else None,
+            Path(inputs["token_ids"]) if inputs["token_ids"] else None,
+            inputs["max_tokens"],
+            args.spec["trust_remote_code"],
+        )
+
+    jobs.run(_job(args, args.inputs), work)
+
+
+def make_golden(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+    previous = args.previous[0] if args.previous else None
+
+    def work() -> None:
+        from layerproof import golden, tokens
+
+        golden.make_stage(
+            args.spec["stage"],
+            Path(args.spec["checkpoint_dir"]),
+            read_json(args.weights[0]),
+            tokens.Tokens.read(args.tokens),
+            previous,
+            output,
+            args.spec,
+        )
+
+    jobs.run(_job(args, [*args.weights, args.tokens, args.config, *args.previous]), work, _leave_error(output))
+
+
+def make_port(args: argparse.Namespace) -> None:
+    """Stages of the port in one process: the first is fed by the golden, each of the others by the one before.
+
+    Each stage has its own stamp and record, so only those that changed, and those that their change reaches, run again.
+    """
+    weights = {path.stem: path for path in args.weights}
+    runners: list[Any] = []
+    setup: fingerprint.Seen = {}
+    before, source = (args.previous[0] if args.previous else None), "golden/out"
+    for output, stamp, record in zip(args.outputs, args.stamp, args.record, strict=True):
+        stage = output.stem
+        job = jobs.Job(
+            verb=args.verb,
+            spec=args.spec | {"stage": stage},
+            stamp=stamp,
+            inputs=tuple(path for path in (weights[stage], args.tokens, args.config, before) if path),
+            outputs=(output,),
+            record=record,
+        )
+
+        def work(stage: str = stage, output: Path = output, before: Path | None = before, source: str = source) -> Any:
+            from layerproof import port, tensors, tokens
+
+            # Read first: what the stage lacks is told before minutes are spent on a device.
+            description = read_json(weights[stage])
+            if "error" in description:
+                raise StageError(description["error"])
+            fed = tensors.read_stage_input(before, source) if before else None
+            if not runners:
+                with fingerprint.recording(setup):
+                    prompts = tokens.Tokens.read(args.tokens)
+                    runners.append(port.Runner.start(Path(args.spec["checkpoint_dir"]), prompts, args.spec))
+            return port.make_stage(runners[0], stage, description, fed, output)
+
+        jobs.run(job, work, _leave_error(output), setup)
+        before, source = output, "port/out"
+
+
+def make_comparison(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import compare, tokens
+
+        valid = tokens.Tokens.read(args.tokens).valid
+        write_json(
+            output, compare.compare_stage(args.spec["stage"], args.golden[0], args.port[0], valid, args.spec["limit"])
+        )
+
+    jobs.run(_job(args, [*args.golden, *args.port, args.tokens]), work)
+
+
+def make_chain_comparison(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import compare, tokens
+
+        content = compare.compare_chain(
+            args.spec["chain"],
+            args.spec["stages"],
+            {path.stem: path for path in args.golden},
+            {path.stem: path for path in args.port},
+            {path.stem: read_json(path) for path in args.comparisons},
+            tokens.Tokens.read(args.tokens).valid,
+        )
+        write_json(output, content)
+
+    jobs.run(_job(args, [*args.golden, *args.port, *args.comparisons, args.tokens]), work)
+
+
+def make_verdicts(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        write_json(output, verdicts.collect(list(map(read_json, args.comparisons)), list(map(read_json, args.chains))))
+
+    jobs.run(_job(args, [*args.comparisons, *args.chains]), work)
+
+
+def make_stage_plot(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import plots
+
+        plots.plot_stage(read_json(args.comparisons[0]), output)
+
+    jobs.run(_job(args, args.comparisons), work)
+
+
+def make_model_plots(args: argparse.Namespace) -> None:
+    heat_map, depth = args.outputs
+
+    def work() -> None:
+        from layerproof import plots
+
+        comparisons = list(map(read_json, args.comparisons))
+        plots.plot_map(comparisons, heat_map)
+        plots.plot_depth(comparisons, list(map(read_json, args.chains)), depth)
+
+    jobs.run(_job(args, [*args.comparisons, *args.chains]), work)
+
+
+def make_report(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import report
+
+        comparisons = list(map(read_json, args.comparisons))
+        for comparison, path in zip(comparisons, args.records, strict=True):
+            record = Record.read(path)
+            if record is not None and "port" in comparison:
+                comparison["port"]["compilations"] = record.run.get("compilations")
+        html = report.render(
+            args.template,
+            read_json(args.verdicts),
+            comparisons,
+            list(map(read_json, args.chains)),
+            {path.stem: path for path in args.plots},
+            args.spec["config"],
+        )
+        write_text(output, html)
+
+    # Not the records: they hold times, which are no reason to write the report again.
+    inputs = [args.template, args.verdicts, *args.comparisons, *args.chains, *args.plots]
+    jobs.run(_job(args, inputs), work)
+
+
+def make_manifest(args: argparse.Namespace) -> None:
+    manifest.write(args.output, args.spec)
+
+
+def make_archive(args: argparse.Namespace) -> None:
+    manifest.archive(args.manifest, args.output)
+
+
+def verify(args: argparse.Namespace) -> int:
+    return manifest.verify(args.manifest)
+
+
+def gate(args: argparse.Namespace) -> int:
+    return verdicts.gate(args.verdicts)
+
+
+def _job(args: argparse.Namespace, inputs: Sequence[Path], **more: Any) -> jobs.Job:
+    (stamp,), (record,) = args.stamp, args.record
+    return jobs.Job(args.verb, args.spec | more, stamp, tuple(inputs), tuple(args.outputs), record)
+
+
+def _leave_error(output: Path) -> Any:
+    def leave(error: StageError) -> None:
+        from layerproof import tensors
+
+        tensors.write_error(output, error)
+
+    return leave
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; every flag that names several files takes them one after the other."""
+    top = argparse.ArgumentParser(
+        prog="layerproof", description="Finds the layer where a port goes wrong, and says why."
+    )
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def job_verb(name: str, action: Any, text: str, *files: str) -> None:
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.set_defaults(action=action)
+        verb.add_argument("outputs", nargs="+", type=Path, help="files to write")
+        verb.add_argument("--spec", type=json.loads, required=True, help="settings of the job, as JSON")
+        verb.add_argument(
+            "--stamp", nargs="+", default=["new"], help="changes when a job must run again (see records.py)"
+        )
+        verb.add_argument(
+            "--record", nargs="+", type=Path, required=True, help="where to keep what each job was run with"
+        )
+        for file in files:
+            one = file in ("tokens", "config", "template", "verdicts")
+            verb.add_argument(f"--{file}", type=Path, required=one, **({} if one else {"nargs": "*", "default": []}))
+
+    job_verb("checkpoint", make_checkpoint, "Makes the default checkpoint, a small MiniMax-M2.", "inputs")
+    job_verb("weights", make_weights, "Lists each stage's tensors in a checkpoint, with digests.", "inputs")
+    job_verb("tokens", make_tokens, "Turns prompts into padded token ids.", "inputs")
+    job_verb("golden", make_golden, "Runs one stage of the golden.", "weights", "tokens", "config", "previous")
+    job_verb(
+        "port",
+        make_port,
+        "Runs stages of the port: the first on the golden's input, each of the others on the output of the one before.",
+        *("weights", "tokens", "config", "previous"),
+    )
+    job_verb("compare", make_comparison, "Compares the two sides of a stage.", "golden", "port", "tokens")
+    job_verb(
+        "compare-chain",
+        make_chain_comparison,
+        "Compares a chain with the golden's trajectory.",
+        *("golden", "port", "comparisons", "tokens"),
+    )
+    job_verb("verdicts", make_verdicts, "Collects all comparisons in one verdict.", "comparisons", "chains")
+    job_verb("plot-stage", make_stage_plot, "Draws the errors of one stage.", "comparisons")
+    job_verb(
+        "plot-model",
+        make_model_plots,
+        "Draws the map of all stages and the errors along depth.",
+        "comparisons",
+        "chains",
+    )
+    job_verb(
+        "report",
+        make_report,
+        "Writes the report.",
+        *("template", "verdicts", "comparisons", "chains", "plots", "records"),
+    )
+
+    verb = verbs.add_parser("manifest", help="Lists every file of results/ with its digest.")
+    verb.set_defaults(action=make_manifest)
+    verb.add_argument("output", type=Path)
+    verb.add_argument("--spec", type=json.loads, required=True, help="resolved config, as JSON")
+    verb = verbs.add_parser("archive", help="Packs the results and their manifest in one zip file.")
+    verb.set_defaults(action=make_archive)
+    verb.add_argument("output", type=Path)
+    verb.add_argument("--manifest", type=Path, required=True)
+    verb = verbs.add_parser("verify", help="Finds files that were changed, removed or added since the manifest.")
+    verb.set_defaults(action=verify)
+    verb.add_argument("manifest", type=Path, nargs="?", default=Path("results/manifest.json"), help="or an archive")
+    verb = verbs.add_parser("gate", help="Exits with 0 on pass, 1 on fail and 2 on error.")
+    verb.set_defaults(action=gate)
+    verb.add_argument("verdicts", type=Path, nargs="?", default=Path("results/verdicts.json"))
+    return top
+
+
+def main() -> int:
+    """Runs a verb; a user's error is one line and exit code 2."""
+    args = parser().parse_args()
+    try:
+        return args.action(args) or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"error: {error.filename or args.verb}: {error.strerror or error}. Correct this and run again.",
+            file=sys.stderr,
+        )
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

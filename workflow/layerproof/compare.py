@@ -1,0 +1,173 @@
+"""Compares the two sides of a stage, tap by tap, and the chained stages with the golden's trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import h5py
+import numpy as np
+
+from layerproof import tensors
+from layerproof.errors import StageError, StageMissing
+from layerproof.logits import compare_logits
+from layerproof.metrics import Tensor, compare, judge
+from layerproof.routing import AFTER_ROUTER, Routing, compare_choices
+from layerproof.stages import LM_HEAD
+from layerproof.taps import OUT, in_order
+
+SCHEMA_VERSION = 1
+CHANGED_BY = 2.0
+"""A stage amplifies if the propagated error grows by more than this factor in it, and recovers if it shrinks by as much."""
+
+STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf")
+
+
+def compare_stage(stage: str, golden: Path, port: Path, valid: np.ndarray, limit: float) -> dict[str, Any]:
+    """The content of results/compare/STAGE.json: every tap that the golden has ends as pass, fail, error or missing.
+
+    The stage is `error` if its port or golden failed or cannot be read, `missing` if there is nothing to compare because
+    another stage failed, `fail` if any tap fails, and else `pass`.
+    """
+    result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "stage": stage, "taps": {}, "routing": None}
+    try:
+        with tensors.reading(golden) as golden_file:
+            wanted = tensors.taps(golden_file, "golden")
+            truth = tensors.taps(golden_file, "truth")
+            result["statistics"] = {"golden": _statistics(wanted)}
+            result["golden"] = tensors.attributes(golden_file)
+            try:
+                with tensors.reading(port) as port_file:
+                    found = tensors.taps(port_file, "port")
+                    result["statistics"]["port"] = _statistics(found)
+                    result["port"] = tensors.attributes(port_file)
+                    result |= _compare_taps(stage, found, wanted, truth, valid, limit)
+            except StageError as error:
+                tensors.check(golden)  # damage in the golden's data shows only here, and is no fault of the port's file
+                result["taps"] = {name: _failed(error) for name in in_order(wanted)}
+                raise
+    except StageError as error:
+        return result | _failed(error)
+    return result
+
+
+def _failed(error: StageError) -> dict[str, Any]:
+    return {"status": "missing" if isinstance(error, StageMissing) else "error", "reason": str(error)}
+
+
+def _compare_taps(
+    stage: str,
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    valid: np.ndarray,
+    limit: float,
+) -> dict[str, Any]:
+    routing = _routing(found, wanted, truth, valid)
+    taps: dict[str, dict[str, Any]] = {}
+    for name in in_order(wanted):
+        if name not in found:
+            taps[name] = {"status": "missing", "reason": "the port hands no tensor over for this tap"}
+            continue
+        left_out = routing.left_out if routing and name in AFTER_ROUTER else None
+        taps[name] = judge(found[name], wanted[name], truth[name], valid, limit, left_out)
+        if routing and name == "router.choice":
+            reason = routing.reason()
+            taps[name] |= {"status": "fail" if reason else "pass", "reason": reason}
+    failed = [name for name, tap in taps.items() if tap["status"] == "fail"]
+    status = "fail" if failed else taps[OUT]["status"]
+    reason = f"{failed[0]}: {taps[failed[0]]['reason']}" if failed else taps[OUT]["reason"]
+    return {
+        "status": status,
+        "reason": reason,
+        "taps": taps,
+        "routing": routing.summary() if routing else None,
+        "local_error": _relative_error(found, wanted, truth, valid),
+        "logits": compare_logits(found[OUT], wanted[OUT], valid) if stage == LM_HEAD and OUT in found else None,
+    }
+
+
+def _relative_error(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], truth: Mapping[str, Tensor], valid: np.ndarray
+) -> float | None:
+    """Relative L2 of port and golden over all valid tokens, flipped ones too, as a chain's propagated error is."""
+    if OUT not in found or found[OUT].shape != wanted[OUT].shape:
+        return None
+    return compare(found[OUT], wanted[OUT], truth[OUT], valid)["rel_l2"]
+
+
+def _routing(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], truth: Mapping[str, Tensor], valid: np.ndarray
+) -> Routing | None:
+    if "router.choice" not in found or "router.selection" not in wanted or "router.choice" not in wanted:
+        return None
+    return compare_choices(
+        found["router.choice"],
+        wanted["router.choice"],
+        truth["router.choice"],
+        wanted["router.selection"],
+        truth["router.selection"],
+        valid,
+    )
+
+
+def _statistics(taps: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Statistics of every tensor as its file states them."""
+    attributes: dict[str, Any] = {name: cast("h5py.Dataset", tap.data).attrs for name, tap in taps.items()}
+    return {
+        name: {key: float(attributes[name][key]) for key in STATISTICS if key in attributes[name]}
+        for name in in_order(taps)
+    }
+
+
+def compare_chain(
+    chain: str,
+    stages: Sequence[str],
+    golden: Mapping[str, Path],
+    chained: Mapping[str, Path],
+    isolated: Mapping[str, Mapping[str, Any]],
+    valid: np.ndarray,
+) -> dict[str, Any]:
+    """The content of results/compare/chain/A-B.json, from the files by stage and the isolated comparisons by stage.
+
+    By stage: R of the chained output against the truth; `propagated_error`, its relative L2 to the golden's trajectory;
+    `local_error`, that of the isolated run; `gain`, the ratio of the propagated error out to in (None for the first
+    stage and after an exact one); `role`: it `injects` if it fails in isolation, `amplifies` or `recovers` if the gain is
+    beyond CHANGED_BY, and else `transmits`. With `lm_head` also how far the logits agree.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    before = None
+    logits = None
+    for stage in stages:
+        alone = isolated[stage]
+        local = alone.get("local_error")
+        entry: dict[str, Any] = {"status": "pass", "reason": None, "local_error": local, "gain": None, "role": None}
+        try:
+            with tensors.reading(golden[stage]) as golden_file, tensors.reading(chained[stage]) as chain_file:
+                mine, wanted = tensors.taps(chain_file, "port")[OUT], tensors.taps(golden_file, "golden")[OUT]
+                metrics = compare(mine, wanted, tensors.taps(golden_file, "truth")[OUT], valid)
+                if stage == LM_HEAD:
+                    logits = compare_logits(mine, wanted, valid)
+            after = metrics["rel_l2"]
+            entry |= {"R": metrics["R"], "propagated_error": after, "nonfinite": metrics["nonfinite"]["port"]}
+            entry["gain"] = after / before if before and after is not None else None
+            entry["role"] = _role(alone["status"], entry["gain"])
+            before = after
+        except (StageError, ValueError) as error:
+            entry |= _failed(error if isinstance(error, StageError) else StageError(f"{stage}: {error}"))
+            before = None
+        results[stage] = entry
+    states = {entry["status"] for entry in results.values()}
+    status = next((state for state in ("error", "missing") if state in states), "pass")
+    return {"schema_version": SCHEMA_VERSION, "chain": chain, "status": status, "stages": results, "logits": logits}
+
+
+def _role(isolated_status: str, gain: float | None) -> str:
+    if isolated_status == "fail":
+        return "injects"
+    if gain is not None and gain > CHANGED_BY:
+        return "amplifies"
+    if gain is not None and gain < 1 / CHANGED_BY:
+        return "recovers"
+    return "transmits"

@@ -1,0 +1,142 @@
+"""config.yaml, checked against its schema and against what is there, before any job runs."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jsonschema
+import yaml
+
+from layerproof import checkpoint, stages, tiny
+from layerproof.errors import UserError
+from layerproof.files import canonical_json
+
+SCHEMA = Path(__file__).resolve().parents[1] / "schemas" / "config.schema.yaml"
+DEFAULT_CHECKPOINT = "results/checkpoint"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The run that config.yaml asks for. `resolved` is the file with every default filled in."""
+
+    resolved: Mapping[str, Any]
+    num_layers: int
+    layers: tuple[int, ...]
+    chains: Mapping[str, tuple[str, ...]]
+
+    @property
+    def checkpoint(self) -> str:
+        return self.resolved["model"]["checkpoint"]
+
+    @property
+    def stages(self) -> list[str]:
+        """Stages to port and compare."""
+        return stages.selected_stages(self.layers, self.num_layers)
+
+
+def resolve(raw: Mapping[str, Any]) -> Config:
+    """Fills in defaults and checks everything that can be checked without running a job.
+
+    Raises:
+        UserError: one line that names the key, what is wrong with it and the remedy.
+    """
+    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
+    resolved = copy.deepcopy(dict(raw))
+    _fill_defaults(resolved, schema)
+    _check_schema(resolved, schema)
+    try:
+        canonical_json(resolved)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"config.yaml: holds a value that JSON has no words for ({error}). Write a plain one."
+        ) from None
+    _check_files(resolved)
+    if resolved["model"]["checkpoint"] == DEFAULT_CHECKPOINT:
+        num_layers = tiny.CONFIG["num_hidden_layers"]
+    else:
+        directory = Path(resolved["model"]["checkpoint"])
+        described = checkpoint.read_config(directory)
+        if described.get("quantization_config"):
+            raise UserError(
+                f"config.yaml: model.checkpoint: {directory} is quantized, which is not supported yet. Name one in bf16."
+            )
+        num_layers = checkpoint.num_layers(described)
+        checkpoint.shards(directory)
+    resolved["layers"] = str(resolved["layers"])
+    layers = stages.parse_ranges(resolved["layers"], num_layers, "layers")
+    chains = {chain: tuple(stages.chain_stages(chain, num_layers)) for chain in resolved["chains"]}
+    selected = stages.selected_stages(layers, num_layers)
+    for chain, members in chains.items():
+        outside = [stage for stage in members if stage not in selected]
+        if outside:
+            raise UserError(
+                f'config.yaml: chains: "{chain}" runs {outside[0]}, which layers: "{resolved["layers"]}" leaves out. '
+                f'Write layers: "all" or another chain.'
+            )
+    return Config(resolved, num_layers, tuple(layers), chains)
+
+
+def _fill_defaults(values: Any, schema: Mapping[str, Any]) -> None:
+    if not isinstance(values, dict):
+        return
+    for key, part in schema.get("properties", {}).items():
+        if key not in values and "default" in part:
+            values[key] = copy.deepcopy(part["default"])
+        if key in values:
+            _fill_defaults(values[key], part)
+
+
+def _check_schema(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    validator = jsonschema.Draft202012Validator(schema)
+    for error in sorted(validator.iter_errors(values), key=lambda error: list(map(str, error.absolute_path))):
+        raise UserError(f"config.yaml: {_explain(error)}")
+
+
+def _explain(error: jsonschema.ValidationError) -> str:
+    key = ".".join(map(str, error.absolute_path))
+    schema: Any = error.schema
+    if error.validator == "additionalProperties":
+        known = list(schema["properties"])
+        unknown = sorted(str(name) for name in cast("dict", error.instance) if name not in known)[0]
+        guess = difflib.get_close_matches(unknown, known, n=1)
+        remedy = f'Did you mean "{guess[0]}"?' if guess else f"The keys are {', '.join(known)}."
+        return f"{f'{key}.' if key else ''}{unknown}: is no key. {remedy}"
+    if error.validator == "required":
+        return f"{f'{key}: ' if key else ''}{error.message}. See workflow/schemas/config.schema.yaml."
+    wanted = {
+        "type": f"must be {_words(schema.get('type'))}",
+        "enum": f"must be one of {', '.join('null' if value is None else str(value) for value in schema.get('enum', []))}",
+        "minimum": f"must be at least {schema.get('minimum')}",
+        "exclusiveMinimum": f"must be above {schema.get('exclusiveMinimum')}",
+        "minLength": "must not be empty",
+        "uniqueItems": "must not name the same twice",
+    }.get(str(error.validator), error.message)
+    return f"{key}: {error.instance!r} {wanted}. {' '.join(str(schema.get('description', '')).split())}"
+
+
+def _words(types: Any) -> str:
+    return " or ".join(types) if isinstance(types, list) else str(types)
+
+
+def _check_files(values: Mapping[str, Any]) -> None:
+    inputs, model, port = values["inputs"], values["model"], values["port"]
+    if (inputs["prompts"] is None) == (inputs["token_ids"] is None):
+        raise UserError("config.yaml: inputs: give exactly one of prompts and token_ids, and set the other to null.")
+    for key in ("prompts", "token_ids"):
+        if inputs[key] is not None and not Path(inputs[key]).is_file():
+            raise UserError(f"config.yaml: inputs.{key}: {inputs[key]} is not there. Name an existing file.")
+    if model["checkpoint"] != DEFAULT_CHECKPOINT and not Path(model["checkpoint"]).is_dir():
+        raise UserError(
+            f"config.yaml: model.checkpoint: {model['checkpoint']} is not there. Name a directory with a checkpoint, "
+            f"or {DEFAULT_CHECKPOINT} for the one that the workflow makes."
+        )
+    is_file = port["module"].endswith(".py") or "/" in port["module"]
+    if port["backend"] == "xla" and is_file and not Path(port["module"]).is_file():
+        raise UserError(
+            f"config.yaml: port.module: {port['module']} is not there. Name a Python file or a dotted module."
+        )

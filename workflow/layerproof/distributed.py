@@ -1,0 +1,98 @@
+"""The distributed environment of a job, initialised once and before any model object exists.
+
+Address, port, rank and size come from the environment, as torchrun and Ray actors set them; a job started alone is a world
+of one on a free port. Every step leaves a mark per rank in the log, so a hang names the step that a rank never reached.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from layerproof.errors import UserError
+
+BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where this process runs: its device, the collective backend, its rank and the number of ranks."""
+
+    device: torch.device
+    hardware: str
+    backend: str
+    rank: int
+    world_size: int
+
+
+def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
+    """Initialises torch.distributed for `platform` (`xla`, `cuda`, `xpu` or `cpu`); idempotent.
+
+    `pjrt_device` names the XLA device (`CPU`, `NEURON`, `TPU`); `auto` takes $PJRT_DEVICE, and CPU if it is not set.
+
+    Raises:
+        UserError: if the device is not there or the process group cannot be formed.
+    """
+    hardware = platform
+    if platform == "xla":
+        if pjrt_device != "auto":
+            os.environ["PJRT_DEVICE"] = pjrt_device
+        hardware = os.environ.setdefault("PJRT_DEVICE", "CPU")
+    _default_environment()
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except ValueError as error:
+        raise UserError(f"RANK and WORLD_SIZE must be numbers ({error}). Correct the launcher's environment.") from None
+    device = _device(platform, hardware, rank)
+    if not dist.is_initialized():
+        _mark(rank, "init process group")
+        try:
+            dist.init_process_group(
+                BACKENDS[platform],
+                init_method="env://",
+                device_id=device if platform == "cuda" else None,
+            )
+        except (RuntimeError, ValueError) as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UserError(
+                f"rank {rank}: no process group at {address} ({error}). Check MASTER_ADDR and MASTER_PORT."
+            ) from error
+        _mark(rank, "process group is up")
+    return Environment(device, hardware, BACKENDS[platform], rank, world_size)
+
+
+def _default_environment() -> None:
+    """A world of one process, for jobs that no launcher started."""
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+
+
+def _device(platform: str, hardware: str, rank: int) -> torch.device:
+    if platform == "xla":
+        try:
+            import torch_xla
+            import torch_xla.distributed.xla_backend  # registers the backend
+
+            return torch_xla.device()
+        except (ImportError, RuntimeError) as error:
+            message = str(error).strip().splitlines()[0]
+            raise UserError(f"port.device: no XLA device for PJRT_DEVICE={hardware} ({message}).") from error
+    if platform == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device(platform)
+
+
+def _mark(rank: int, step: str) -> None:
+    print(f"rank {rank}: {step}", flush=True)

@@ -1,0 +1,331 @@
+"""Which Python functions a job ran, and a fingerprint of each that comments, docstrings and formatting do not change.
+
+A fingerprint covers what a function's behaviour depends on inside our own files: its code, the module-level names that
+it uses (constants, imports, class bodies, also of other own modules), and statements that run at import. Installed
+packages are covered by their versions, not here. Fingerprints are made from the syntax tree alone, so they can be
+compared without importing anything.
+
+An entry is `PATH::function`, `PATH::Class.method`, `PATH::=name` (a module-level binding) or `PATH::` (the statements that
+run at import). PATH is relative to the repository, or absolute outside of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+from layerproof.files import digest_of
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+STARTED = time.time()
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+Seen = dict[int, tuple[CodeType, float | None]]
+"""Code that ran, by its identity, with the modification time of its file when it first ran."""
+
+
+@contextlib.contextmanager
+def recording(seen: Seen) -> Iterator[None]:
+    """Adds the code of every Python function that runs inside the block, on every thread started in it, to `seen`.
+
+    A profile function, because it leaves tracing to debuggers and coverage.
+    """
+    times: dict[str, float | None] = {}
+
+    def on_event(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and id(code) not in seen:
+            if code.co_filename not in times:
+                times[code.co_filename] = _modified(code.co_filename)
+            seen[id(code)] = code, times[code.co_filename]
+
+    outer, outer_threads = sys.getprofile(), threading.getprofile()
+    threading.setprofile(on_event)
+    sys.setprofile(on_event)
+    try:
+        yield
+    finally:
+        sys.setprofile(outer)
+        threading.setprofile(outer_threads)
+
+
+def _modified(filename: str) -> float | None:
+    try:
+        return os.stat(filename).st_mtime
+    except OSError:
+        return None
+
+
+def fingerprints(seen: Seen) -> dict[str, str]:
+    """Fingerprint by entry of the recorded functions in our own files and of all module-level code that they use.
+
+    Files written since this process began are generated, as torch does, and not source, unless they lie where the user
+    works. What was edited while the job ran gets a fingerprint that nothing has, so that the job runs again.
+    """
+    entries: set[str] = set()
+    edited: set[str] = set()
+    for code, modified in seen.values():
+        path = Path(code.co_filename)
+        if not _is_own(code.co_filename) or modified is None:
+            continue
+        in_work = path.is_relative_to(Path.cwd()) or path.is_relative_to(REPOSITORY)
+        if modified >= STARTED and not in_work:
+            continue
+        if modified >= STARTED or _modified(code.co_filename) != modified:
+            edited.add(f"{_relative(path)}::")
+        else:
+            _add_closure(path, _entry_of(_parse(path), code), entries)
+    return {entry: current(entry) for entry in sorted(entries)} | dict.fromkeys(
+        sorted(edited), "edited while the job ran"
+    )
+
+
+def changed(recorded: Mapping[str, str]) -> list[str]:
+    """Entries whose fingerprint is not the recorded one any more."""
+    return [entry for entry, fingerprint in recorded.items() if current(entry) != fingerprint]
+
+
+def current(entry: str) -> str:
+    """Fingerprint of an entry as its file is now; a text that is no digest if the file or entry is gone or broken."""
+    name, _, local = entry.partition("::")
+    path = REPOSITORY / name
+    try:
+        return _parse(path).fingerprint(local)
+    except OSError:
+        return "file is gone"
+    except (SyntaxError, ValueError):
+        return "file does not parse"
+    except KeyError:
+        return "gone"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One parsed file: functions by qualified name, statements by the module-level name that they bind, and the rest."""
+
+    functions: dict[str, list[ast.AST]] = field(default_factory=dict)
+    bindings: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    classes: dict[str, ast.ClassDef] = field(default_factory=dict)
+    bare: list[ast.stmt] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def fingerprint(self, local: str) -> str:
+        """Digest of an entry, made once: the records of many stages name the same functions.
+
+        Raises:
+            KeyError: if the file has no such entry.
+        """
+        if local not in self.digests:
+            self.digests[local] = self._digest(local)
+        return self.digests[local]
+
+    def _digest(self, local: str) -> str:
+        if local == "":
+            return digest_of([_dump(statement) for statement in self.bare])
+        if local.startswith("="):
+            dumps = [_binding(statement) for statement in self._bound(local[1:])]
+        else:
+            dumps = [_dump(node) for node in self.functions[local]]
+        parts = [part for node in self.nodes(local) for part in _parts(node, local)]
+        # The names that resolve in this module belong to the entry: a new one may shadow what it used before.
+        return digest_of([dumps, sorted({name for part in parts for name in _names(part)} & self.bindings.keys())])
+
+    def nodes(self, local: str) -> list[Any]:
+        """What an entry consists of, to look for the names that it uses."""
+        if local == "":
+            return list(self.bare)
+        return self._bound(local[1:]) if local.startswith("=") else self.functions[local]
+
+    def _bound(self, name: str) -> list[ast.stmt]:
+        return [self.classes[name]] if name in self.classes else self.bindings[name]
+
+
+def _parse(path: Path) -> _Source:
+    status = path.stat()
+    return _parse_version(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.cache
+def _parse_version(path: Path, mtime_ns: int, size: int) -> _Source:
+    source = _Source()
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(statement, Definition):
+            source.bindings.setdefault(statement.name, []).append(statement)
+            _add_definition(source, statement, "")
+            continue
+        names = _bound_names(statement)
+        for name in names:
+            source.bindings.setdefault(name, []).append(statement)
+        plain = isinstance(statement, ast.Assign | ast.AnnAssign | ast.Import | ast.ImportFrom)
+        if not _is_text(statement) and not (plain and names):
+            source.bare.append(statement)
+    return source
+
+
+def _add_definition(source: _Source, node: Definition, prefix: str) -> None:
+    name = prefix + node.name
+    if not isinstance(node, ast.ClassDef):
+        source.functions.setdefault(name, []).append(node)
+        return
+    source.classes[name] = node
+    for statement in node.body:
+        if isinstance(statement, Definition):
+            _add_definition(source, statement, name + ".")
+
+
+def _bound_names(statement: ast.stmt) -> list[str]:
+    """Names that a statement binds, also inside `if`, `try` and the like at module level."""
+    names: list[str] = []
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+        elif isinstance(node, ast.alias):
+            names.append((node.asname or node.name).split(".")[0])
+        elif isinstance(node, Definition):
+            names.append(node.name)
+    return list(dict.fromkeys(names))
+
+
+def _is_own(filename: str) -> bool:
+    """Whether a file is Python source that no package manager installed; not a template, say, that Jinja compiled.
+
+    Nor this file, which runs around every job and changes none.
+    """
+    installed = filename.startswith(INSTALLED) or "site-packages" in filename
+    return filename.endswith(".py") and not installed and filename != __file__
+
+
+def _entry_of(source: _Source, code: CodeType) -> str:
+    """The entry that a code object belongs to: its outermost function, or else the module-level statement it is in."""
+    qualified = code.co_qualname.split(".<locals>")[0]
+    if qualified in source.functions:
+        return qualified
+    for name, statements in source.bindings.items():
+        if any(node.lineno <= code.co_firstlineno <= (node.end_lineno or node.lineno) for node in statements):
+            return f"={name}"
+    return ""
+
+
+def _add_closure(path: Path, local: str, entries: set[str]) -> None:
+    """Adds an entry and whatever it uses in our own files."""
+    entry = f"{_relative(path)}::{local}"
+    if entry in entries:
+        return
+    entries.add(entry)
+    source = _parse(path)
+    _add_closure(path, "", entries)
+    owner = local.rpartition(".")[0]
+    if owner in source.classes:
+        _add_closure(path, f"={owner}", entries)
+    module = _module_at(path)
+    for node in source.nodes(local):
+        parts = _parts(node, local)
+        for name in {name for part in parts for name in _names(part)} & source.bindings.keys():
+            _add_closure(path, f"={name}", entries)
+        for part in parts:
+            for statement in ast.walk(part):
+                if local and isinstance(statement, ast.ImportFrom) and module is not None:
+                    _add_imported(module, statement, local, entries)
+            for base, attribute in _attributes(part):
+                target = getattr(module, base, None)
+                if isinstance(target, ModuleType):
+                    _add_binding(target, attribute, entries)
+
+
+def _add_imported(module: ModuleType, statement: ast.ImportFrom, local: str, entries: set[str]) -> None:
+    """Adds what a statement imports: in a function all of it, else what makes the entry's binding."""
+    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
+    parents = package.split(".")[: len(package.split(".")) - statement.level + 1] if statement.level else []
+    target = sys.modules.get(".".join([*parents, *([statement.module] if statement.module else [])]))
+    for alias in statement.names:
+        if target is not None and (local == f"={alias.asname or alias.name}" or not local.startswith("=")):
+            _add_binding(target, alias.name, entries)
+
+
+def _add_binding(module: ModuleType, name: str, entries: set[str]) -> None:
+    filename = getattr(module, "__file__", None)
+    if filename and _is_own(filename) and name in _parse(Path(filename)).bindings:
+        _add_closure(Path(filename), f"={name}", entries)
+
+
+def _module_at(path: Path) -> ModuleType | None:
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    return None
+
+
+def _relative(path: Path) -> str:
+    path = path.resolve()
+    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+
+
+def _attributes(node: ast.AST) -> set[tuple[str, str]]:
+    return {
+        (child.value.id, child.attr)
+        for child in ast.walk(node)
+        if isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name)
+    }
+
+
+def _parts(node: Any, local: str) -> list[ast.AST]:
+    """The parts of an entry's node that count: of a class its header, of a function that is only bound its decorators."""
+    if isinstance(node, ast.ClassDef):
+        return _header(node)
+    if local.startswith("=") and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return list(node.decorator_list)
+    return [node]
+
+
+def _header(node: ast.ClassDef) -> list[ast.AST]:
+    """What runs when a class is made: bases, decorators and all of the body but its functions and texts."""
+    body: list[ast.AST] = []
+    for statement in node.body:
+        if isinstance(statement, ast.ClassDef):
+            body += _header(statement)
+        elif not isinstance(statement, Definition) and not _is_text(statement):
+            body.append(statement)
+    return [*node.bases, *(keyword.value for keyword in node.keywords), *node.decorator_list, *body]
+
+
+def _binding(statement: ast.stmt) -> Any:
+    """What a module-level name stands for. Functions are fingerprinted where they run, here only their existence."""
+    if isinstance(statement, ast.ClassDef):
+        members = [[member.name, _binding(member)] for member in statement.body if isinstance(member, Definition)]
+        return ["class", [_dump(part) for part in _header(statement)], members]
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        return ["function", [_dump(decorator) for decorator in statement.decorator_list]]
+    return _dump(statement)
+
+
+def _is_text(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _dump(node: Any) -> Any:
+    """A syntax tree as plain lists, without positions, docstrings and empty fields, equal on every Python version."""
+    if isinstance(node, list):
+        return [_dump(item) for item in node if not _is_text(item)]
+    if not isinstance(node, ast.AST):
+        return [type(node).__name__, repr(node)]
+    fields = ((name, value) for name, value in ast.iter_fields(node) if name not in ("ctx", "kind", "type_comment"))
+    return [type(node).__name__, *([name, _dump(value)] for name, value in fields if value not in (None, []))]

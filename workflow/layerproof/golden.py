@@ -1,0 +1,132 @@
+"""The golden: one stage of the trusted model, in its own dtype and as fp32 truth, from the same input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from layerproof import checkpoint, tensors
+from layerproof.errors import UserError
+from layerproof.taps import OUT, in_order
+from layerproof.tokens import Tokens
+from layerproof.transformers_stage import run_stage, stage_module
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device for `golden.device`: `cpu`, `cuda` or `auto` (CUDA where there is one).
+
+    Raises:
+        UserError: if CUDA is asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UserError('config.yaml: golden.device: "cuda" but no CUDA device is here. Write "auto" or "cpu".')
+    return torch.device("cuda" if name != "cpu" and available else "cpu")
+
+
+def make_stage(
+    stage: str,
+    directory: Path,
+    description: Mapping[str, Any],
+    tokens: Tokens,
+    previous: Path | None,
+    output: Path,
+    settings: Mapping[str, Any],
+) -> None:
+    """Runs a stage of the golden and writes `golden/TAP` in its dtype and `truth/TAP` in fp32.
+
+    The input is `golden/out` of the previous stage's file: the golden follows its own trajectory, and the truth of every
+    stage starts from the same input. `settings` are the config's `golden` with `trust_remote_code`, and `compared`: a
+    stage that only feeds others is run without taps and truth.
+
+    Raises:
+        StageError: if weights or input are missing or damaged.
+    """
+    device = resolve_device(settings["device"])
+    dtype = getattr(torch, settings["dtype"])
+    stage_input = tensors.to_torch(tensors.read_stage_input(previous, "golden/out")).to(device) if previous else None
+    groups = {"golden": _run(stage, directory, description, tokens, stage_input, device, dtype, settings)}
+    if settings["compared"]:
+        truth_input = None if stage_input is None else stage_input.float()
+        truth = _run(stage, directory, description, tokens, truth_input, device, torch.float32, settings)
+        groups["truth"] = truth
+    else:
+        groups["golden"] = {OUT: groups["golden"][OUT]}
+    tensors.write(output, groups, valid=tokens.valid, attributes={"stage": stage, "device": _device_name(device)})
+
+
+def _run(
+    stage: str,
+    directory: Path,
+    description: Mapping[str, Any],
+    tokens: Tokens,
+    stage_input: torch.Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: Mapping[str, Any],
+) -> dict[str, tensors.Tensor]:
+    implementations = {
+        key: settings[key] for key in ("attn_implementation", "experts_implementation") if settings.get(key)
+    }
+    is_truth = dtype == torch.float32
+    if is_truth:
+        implementations["experts_implementation"] = "eager"
+    model = checkpoint.meta_model(directory, settings["trust_remote_code"], dtype, **implementations)
+    experts = _experts_in_bf16(model, stage, description) if is_truth else []
+    for module in experts:
+        module.to(torch.bfloat16)
+    checkpoint.load_stage(model, stage, directory, description, device)
+    for module in experts:
+        _widen_on_use(module)
+    taps = run_stage(
+        model,
+        stage,
+        stage_input,
+        torch.from_numpy(tokens.ids).to(device),
+        torch.from_numpy(tokens.valid).to(device),
+    )
+    return {name: tensors.to_array(taps[name]) for name in in_order(taps)}
+
+
+def _experts_in_bf16(model: PreTrainedModel, stage: str, description: Mapping[str, Any]) -> list[torch.nn.Module]:
+    """The stage's modules that hold all experts in one tensor, as transformers' experts interface has it, bf16 on disk."""
+    names = {module: name for name, module in model.named_modules()}
+    found = []
+    for module in stage_module(model, stage).modules():
+        if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
+            tensors_of = description.get("tensors", {}).values()
+            dtypes = {entry["dtype"] for entry in tensors_of if entry["parameter"].startswith(f"{names[module]}.")}
+            found += [module] if dtypes == {"BF16"} else []
+    return found
+
+
+@dataclass(frozen=True)
+class _WidenedOnUse:
+    """Stands for a bf16 parameter [experts, ...]; indexing it by expert gives that expert's part in fp32."""
+
+    parameter: torch.Tensor
+
+    def __getitem__(self, expert: torch.Tensor | int) -> torch.Tensor:
+        return self.parameter[expert].float()
+
+
+def _widen_on_use(experts: torch.nn.Module) -> None:
+    """Lets experts compute in fp32 from bf16 weights, one expert at a time; in place.
+
+    An fp32 copy of all experts would take twice the memory of the whole layer. The eager experts function of
+    transformers reads its weights by expert and in no other way.
+    """
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        delattr(experts, name)
+        experts.__dict__[name] = _WidenedOnUse(parameter.detach())
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

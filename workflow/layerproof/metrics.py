@@ -1,0 +1,784 @@
+"""Compare one tap of the port with the golden and the truth, and judge it.
+
+A tap is laid out [batch, seq, features...]. Port and golden are bf16, fp16 or fp32, the truth is fp32. Everything is
+computed in one pass over chunks of tokens, in fp64, so the memory needed does not grow with batch or seq, except for
+one number per token. All results are JSON-ready: `None` stands where a number is undefined, never NaN or Inf.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHUNK_ELEMENTS = 1 << 19  # elements of one tensor held at a time; a single token may be longer
+MAX_BLOCKS = 64  # channel blocks of a tap
+R_MAX = 1e9  # stands for infinity in R
+LIMIT = 1.5  # largest R that passes
+
+# Router near-ties flip a few choices in any legitimate variant, even where the golden happens to flip none. So this
+# share of the tokens, and always one token, may differ from the truth beyond what the golden explains. A first rule, to
+# be refined by the measured margins of the router.
+EXACT_ALLOWANCE = 0.01
+
+CLOSE_ABSOLUTE, CLOSE_RELATIVE = 1e-3, 1e-2
+FIXED_MAX_ABS, FIXED_MEAN_ABS, FIXED_CLOSE, FIXED_CORRELATION = 0.01, 0.001, 0.95, 0.99
+
+LOG10_EDGES = np.linspace(-12, 4, 65)
+PROBABILITIES = [*(i / 20 for i in range(20)), 0.99, 0.999, 1.0]
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+# A pattern of 32 bits without its low 13 keeps the sign, 8 bits of exponent and 10 of mantissa: steps of 2^-10 < 0.1 %.
+PATTERN_SHIFT = 13
+PATTERN_BINS = 0x7F800000 >> PATTERN_SHIFT
+
+STORAGE = {
+    "bfloat16": np.dtype(np.uint16),  # numpy has no bfloat16: the bits
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "bool": np.dtype(np.bool_),
+}
+
+
+class ShapeMismatch(ValueError):
+    """Tensors that must have the same shape do not."""
+
+
+class DtypeMismatch(ValueError):
+    """Floats where integers or booleans are expected, or the like; a different width of float is not a mismatch."""
+
+
+class Array(Protocol):
+    """What is asked of stored data: an h5py dataset or a numpy array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Stored data [batch, seq, features...] and the dtype that it stands for (bfloat16 is stored as uint16 bits).
+
+    Raises:
+        DtypeMismatch: if the dtype is unknown or the data is not stored as that dtype must be.
+    """
+
+    data: Array
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in STORAGE:
+            raise DtypeMismatch(f"dtype {self.dtype} is not one of {', '.join(STORAGE)}")
+        if self.data.dtype != STORAGE[self.dtype]:
+            raise DtypeMismatch(f"{self.dtype} must be stored as {STORAGE[self.dtype]}, not as {self.data.dtype}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def kind(self) -> str:
+        """One of float, integer and boolean."""
+        if self.dtype == "bool":
+            return "boolean"
+        return "float" if "float" in self.dtype else "integer"
+
+    def read(self, batch: slice, seq: slice) -> np.ndarray:
+        """The stored values of a block of tokens, as [tokens, features]."""
+        block = self.data[batch, seq]
+        return block.reshape(block.shape[0] * block.shape[1], math.prod(block.shape[2:]))
+
+    def floats(self, stored: np.ndarray) -> np.ndarray:
+        """Stored values as fp64, of the same shape."""
+        if self.dtype == "bfloat16":
+            stored = (stored.astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(invalid="ignore"):  # a signalling NaN in the data is data
+            return stored.astype(np.float64)
+
+    def ordered(self, stored: np.ndarray) -> np.ndarray:
+        """Stored floats as int64 in the order of their values, neighbours one apart; -0 and +0 are both 0."""
+        bits = stored.view(f"i{stored.itemsize}")
+        patterns = bits.astype(np.int64)
+        return np.where(patterns < 0, np.iinfo(bits.dtype).min - patterns, patterns)
+
+
+def bf16_ulp(values: np.ndarray) -> np.ndarray:
+    """The step of bf16 at each fp64 value: 2^(floor(log2|x|) - 7), 2^-133 for bf16 subnormals, 0 for zero."""
+    _, exponent = np.frexp(values)  # |x| = m 2^exponent with m in [1/2, 1), so floor(log2|x|) is exponent - 1
+    return np.where(values == 0, 0.0, np.ldexp(1.0, np.maximum(exponent - 8, -133)))
+
+
+def bf16_rounding(values: np.ndarray) -> np.ndarray:
+    """The error of rounding each fp64 value to the nearest bf16, ties to even."""
+    step = np.where(values == 0, 1.0, bf16_ulp(values))
+    return np.rint(values / step) * step - values
+
+
+def error_squares(port: np.ndarray, golden: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Squared errors of port and golden, of rounding the truth to bf16, and of such a rounding as expected: fp64 [4, ...].
+
+    The last is ulp^2 / 12, the mean if roundings are uniform.
+    """
+    expected = bf16_ulp(truth) / math.sqrt(12)
+    return np.square(np.stack((port - truth, golden - truth, bf16_rounding(truth), expected)))
+
+
+def noise_of(squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Noise and floor of groups from their sums of `error_squares`, [4, ...], as sums of squares.
+
+    The floor is the rounding of the truth to bf16. Where golden and rounding are both exact (a constant, a lookup) it is
+    the rounding as expected, so that one ulp there is not infinitely many times the noise. It is not so elsewhere: one
+    massive channel that happens to be exact would raise the floor of all others.
+    """
+    _, golden, rounding, expected = squares
+    floor = np.where(np.maximum(golden, rounding) > 0, rounding, expected)
+    return np.maximum(golden, floor), floor
+
+
+def noise_ratio(squares: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """R of groups of elements, fp64 of the shape of count; NaN where count is 0.
+
+    Squares are the sums over each group of the squared errors of `error_squares`, [4, ...]; count is the number of
+    elements in the group. R is at most R_MAX. Where the noise is zero it is R_MAX, or 0 if the port is exact too.
+    """
+    port = squares[0]
+    noise, _ = noise_of(squares)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = np.minimum(np.sqrt(port / noise), R_MAX)
+    ratio = np.where(noise > 0, ratio, np.where(port > 0, R_MAX, 0.0))
+    return np.where(count > 0, ratio, np.nan)
+
+
+def compare(
+    port: Tensor,
+    golden: Tensor,
+    truth: Tensor,
+    valid: np.ndarray,
+    left_out: np.ndarray | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> dict[str, Any]:
+    """All metrics of one tap, in one pass. The tensors are [batch, seq, features...], valid is bool [batch, seq].
+
+    Tokens that are not valid (padding) are left out of everything but `padding`. Valid tokens that are `left_out`, bool
+    [batch, seq], count in `nonfinite` alone: what differs there is known and excused. Elements that are not finite in all
+    three tensors are counted in `nonfinite` and left out of the rest. (A value beyond the range of fp32 is not finite.)
+    Errors are fp64 differences. Indices are lists, [b, s, ...] of the tensor. `None` is an undefined value.
+
+    A tap of floats gives:
+        kind: "float"
+        dtype: {port, golden, truth}
+        count: elements compared
+        R: rms(port - truth) / max(rms(golden - truth), floor)
+        R_port_rms, R_golden_rms, floor: its parts. The floor is the rms error of rounding the truth to bf16; where the
+            golden and this rounding are both exact, the rms of ulp_bf16(truth) / sqrt(12)
+        abs, rel: {max, mean, median} of |port - golden| and of |port - golden| / |golden|. Where the golden is zero,
+            rel is 0 if the port is zero too and else 1; rel never exceeds the fp32 range
+        close: share of elements with |port - golden| <= 1e-3 + 1e-2 |golden|
+        cosine, pearson: of port and golden; None if one of them is zero, or constant for pearson
+        rel_l2: norm(port - golden) / norm(golden)
+        snr_db: 20 log10(norm(golden) / norm(port - golden)); None if either norm is zero
+        scale, offset: least squares port = scale * golden + offset; None if the golden is constant
+        ulp: {max, mean, median} distance of port and golden in steps of their dtype; None if their dtypes differ
+        golden_rel_l2: norm(golden - truth) / norm(truth)
+        worst_element: {index, port, golden, truth} where |port - truth| is largest
+        token_R: [batch][seq]; None at padding and where no element is finite
+        worst_token: {index, R}
+        block_R: R of at most 64 equal contiguous blocks of the flattened features (the last may be shorter)
+        worst_block: {index, R, channels: [from, to)}
+        head_R, worst_head: [heads] and {index, R} of a tap [batch, seq, heads, dim], else None
+        nonfinite: {port, golden, truth: {nan, inf, first}, port_differs, reference_differs: {count, first, port,
+            golden, truth}}. port_differs: the port is not finite and the truth is not the same NaN, Inf or -Inf.
+            reference_differs: the port is finite and the golden or the truth is not. Both describe their first element
+        histogram: {log10_edges, port, golden, exact: {port, golden}}: counts of |port - truth| and |golden - truth|;
+            what lies beyond the edges is counted in the first or last bin, zeros apart in exact
+        qq: {probability, port, golden}: quantiles of |port - truth| and |golden - truth|
+        padding: {count, R, rel_l2, abs_max} of the tokens that are not valid, None if all are valid
+        fixed: {max_abs, mean_abs, close, cosine, pearson}: whether the fixed thresholds in common use hold
+
+    Medians, quantiles and the histogram come from counts over the top bits of the fp32 pattern of the errors, rounded
+    down by less than 0.1 % (below 2^-126, by less than 2^-136). The median of an even count is the mean of the two
+    middle values; quantiles are not interpolated (numpy's method "lower").
+
+    A tap of integers or booleans gives:
+        kind: "exact"
+        dtype: {port, golden, truth}
+        count: elements compared; tokens: tokens compared
+        R: None
+        mismatches: {port_golden, port_truth, golden_truth}: tokens with any element that differs
+        share: the same as shares of the tokens
+        first: the same, each the index of the first element that differs, or None
+
+    Raises:
+        ShapeMismatch: if the shapes differ.
+        DtypeMismatch: if floats are compared with integers or booleans, or integers with booleans.
+        ValueError: if valid is not bool [batch, seq].
+
+    Source: R is the three-way comparison of docs/verdicts.md.
+    """
+    _check(port, golden, truth, valid)
+    comparison = _comparison(port, golden, truth, valid, left_out)
+    for batch, seq in _blocks(golden.shape, chunk_elements):
+        comparison.add(batch, seq)
+    return comparison.result()
+
+
+def judge(
+    port: Tensor,
+    golden: Tensor,
+    truth: Tensor,
+    valid: np.ndarray,
+    limit: float = LIMIT,
+    left_out: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """`compare`, with `status` ("pass" or "fail") and `reason` (a sentence, None for a pass) added.
+
+    These fail whatever R is: another shape or kind of dtype (the metrics are then those of an empty comparison), NaN or
+    Inf in the port where the truth has not the same, NaN or Inf in the golden or the truth where the port is finite,
+    and nothing to compare. Then floats pass if R <= limit. Integers and booleans pass if the tokens in which the port
+    differs from the truth are no more than limit times those in which the golden does plus EXACT_ALLOWANCE of them all.
+
+    Raises:
+        ValueError: if valid is not bool [batch, seq]; that is no fault of the port.
+    """
+    try:
+        result = compare(port, golden, truth, valid, left_out)
+        reason = _reason(result, limit)
+    except (ShapeMismatch, DtypeMismatch) as mismatch:
+        result = _comparison(port, golden, truth, valid, left_out).result()
+        reason = str(mismatch)
+    return {"status": "fail" if reason else "pass", "reason": reason, **result}
+
+
+def statistics(tensor: Tensor, valid: np.ndarray | None = None, chunk_elements: int = CHUNK_ELEMENTS) -> dict[str, Any]:
+    """{count, mean, std, min, max, nan, inf} of a tensor [batch, seq, features...] of any dtype, at its valid tokens.
+
+    The first five are over the finite elements only, in fp64; std is that of the population. None if there are none.
+
+    Raises:
+        ValueError: if valid is not bool [batch, seq].
+    """
+    valid = np.ones(tensor.shape[:2], bool) if valid is None else valid
+    _check_valid(valid, tensor)
+    moments, nan, inf = _Moments(1), 0, 0
+    for batch, seq in _blocks(tensor.shape, chunk_elements):
+        values = tensor.floats(tensor.read(batch, seq)[valid[batch, seq].reshape(-1)])
+        finite = _finite(values)
+        nan += int(np.count_nonzero(np.isnan(values)))
+        inf += int(np.count_nonzero(~finite & ~np.isnan(values)))
+        moments.add(values[finite][None])
+    if not moments.count:
+        return {"count": 0, "mean": None, "std": None, "min": None, "max": None, "nan": nan, "inf": inf}
+    return {
+        "count": moments.count,
+        "mean": float(moments.mean[0]),
+        "std": math.sqrt(moments.centred[0, 0] / moments.count),
+        "min": float(moments.low[0]),
+        "max": float(moments.high[0]),
+        "nan": nan,
+        "inf": inf,
+    }
+
+
+def _check(port: Tensor, golden: Tensor, truth: Tensor, valid: np.ndarray) -> None:
+    for name, tensor in (("port", port), ("truth", truth)):
+        if tensor.shape != golden.shape:
+            shapes = _brackets(tensor.shape), _brackets(golden.shape)
+            raise ShapeMismatch(f"the {name} has shape {shapes[0]} where the golden has {shapes[1]}")
+        if tensor.kind != golden.kind:
+            raise DtypeMismatch(f"the {name} is {tensor.dtype} where the golden is {golden.dtype}")
+    _check_valid(valid, golden)
+
+
+def _check_valid(valid: np.ndarray, tensor: Tensor) -> None:
+    if valid.dtype != np.bool_ or valid.shape != tensor.shape[:2]:
+        found = f"{valid.dtype} {_brackets(valid.shape)}"
+        raise ValueError(f"valid is {found} where a tensor {_brackets(tensor.shape)} needs bool [batch,seq]")
+
+
+def _reason(result: dict[str, Any], limit: float) -> str | None:
+    """Why a comparison fails, or None."""
+    return _exact_reason(result, limit) if result["kind"] == "exact" else _float_reason(result, limit)
+
+
+def _float_reason(result: dict[str, Any], limit: float) -> str | None:
+    for name in ("port_differs", "reference_differs"):
+        element = result["nonfinite"][name]
+        if element["count"]:
+            return (
+                f"the port is {element['port']} at {_brackets(element['first'])} where the golden is "
+                f"{element['golden']} and the truth is {element['truth']} ({element['count']} such elements)"
+            )
+    if not result["count"]:
+        return "nothing was compared: no element of a valid token is finite in port, golden and truth"
+    if result["R"] > limit:
+        token = result["worst_token"]
+        return (
+            f"R is {result['R']:.4g}, above the limit of {limit:g}; "
+            f"the worst token is {_brackets(token['index'])} with R {token['R']:.4g}"
+        )
+    return None
+
+
+def _exact_reason(result: dict[str, Any], limit: float) -> str | None:
+    if not result["count"]:
+        return "nothing was compared: there is no element in a valid token"
+    differ, explained = result["mismatches"]["port_truth"], result["mismatches"]["golden_truth"]
+    allowed = limit * explained + max(1.0, EXACT_ALLOWANCE * result["tokens"])
+    if differ > allowed:
+        return (
+            f"the port differs from the truth in {differ} of {result['tokens']} tokens, first at "
+            f"{_brackets(result['first']['port_truth'])}; the golden differs in {explained}, which allows {allowed:g}"
+        )
+    return None
+
+
+def _brackets(index: list[int] | tuple[int, ...]) -> str:
+    return f"[{','.join(str(i) for i in index)}]"
+
+
+def _blocks(shape: tuple[int, ...], chunk_elements: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of batch and seq that cut a tensor, in its order, into blocks of about chunk_elements elements."""
+    if math.prod(shape) == 0:
+        return
+    batch, seq = shape[:2]
+    tokens = max(1, chunk_elements // math.prod(shape[2:]))
+    rows, columns = max(1, tokens // seq), min(seq, tokens)
+    for row in range(0, batch, rows):
+        for column in range(0, seq, columns):
+            yield slice(row, min(row + rows, batch)), slice(column, min(column + columns, seq))
+
+
+def _tokens(batch: slice, seq: slice, length: int) -> np.ndarray:
+    """Numbers of the tokens in a block, counted through [batch, length] in its order: [tokens]."""
+    return np.add.outer(np.arange(batch.start, batch.stop) * length, np.arange(seq.start, seq.stop)).reshape(-1)
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    """Where fp64 values are within the range of fp32, so that no sum of squares overflows; False at NaN."""
+    return np.abs(values) <= FLOAT32_MAX
+
+
+def _name(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if abs(value) > FLOAT32_MAX:
+        return "Inf" if value > 0 else "-Inf"
+    return "finite"
+
+
+def _divide(numerator: float, denominator: float) -> float | None:
+    return float(numerator / denominator) if denominator else None
+
+
+def _correlation(products: np.ndarray) -> float | None:
+    """Cosine of two series from their sums of products [2, 2]; None if one of them is zero."""
+    cosine = _divide(products[0, 1], math.sqrt(products[0, 0]) * math.sqrt(products[1, 1]))
+    return None if cosine is None else min(max(cosine, -1.0), 1.0)
+
+
+def _listed(values: np.ndarray) -> list[Any]:
+    """An array as nested lists, with None for NaN."""
+    listed = values.astype(object)
+    listed[np.isnan(values)] = None
+    return listed.tolist()
+
+
+def _worst(ratios: np.ndarray) -> dict[str, Any] | None:
+    """{index, R} of the first largest R, the index a list if there are several dims; None if all are NaN."""
+    if np.isnan(ratios).all():
+        return None
+    index = [int(i) for i in np.unravel_index(np.nanargmax(ratios), ratios.shape)]
+    return {"index": index if ratios.ndim > 1 else index[0], "R": float(ratios[tuple(index)])}
+
+
+class _Moments:
+    """Means, centred second moments and ranges of several series of equal length, merged chunk by chunk.
+
+    Centred within each chunk, since raw sums of squares cancel where the mean is large against the spread.
+
+    Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    """
+
+    def __init__(self, series: int) -> None:
+        self.count = 0
+        self.mean = np.zeros(series)
+        self.centred = np.zeros((series, series))
+        self.low = np.full(series, np.inf)
+        self.high = np.full(series, -np.inf)
+
+    def add(self, values: np.ndarray) -> None:
+        """Values are fp64 [series, elements], all finite."""
+        count = values.shape[1]
+        if not count:
+            return
+        mean = values.mean(axis=1)
+        residual = values - mean[:, None]
+        shift = mean - self.mean
+        total = self.count + count
+        self.centred += residual @ residual.T + np.outer(shift, shift) * (self.count * (count / total))
+        self.mean += shift * (count / total)
+        self.count = total
+        self.low = np.minimum(self.low, values.min(axis=1))
+        self.high = np.maximum(self.high, values.max(axis=1))
+
+    def products(self) -> np.ndarray:
+        """Raw sums of products [series, series]."""
+        return self.centred + self.count * np.outer(self.mean, self.mean)
+
+
+class _Spread:
+    """Largest, mean and quantiles of non-negative numbers; quantiles from counts over the top bits of fp32 patterns."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.zeros = 0
+        self.total = 0.0
+        self.largest = 0.0
+        self.bins = np.zeros(PATTERN_BINS, np.int64)
+
+    def add(self, values: np.ndarray) -> None:
+        """Values are fp64 [elements], all finite."""
+        if not values.size:
+            return
+        self.count += values.size
+        self.zeros += values.size - int(np.count_nonzero(values))
+        self.total += float(values.sum())
+        self.largest = max(self.largest, float(values.max()))
+        patterns = np.minimum(values, FLOAT32_MAX).astype(np.float32).view(np.uint32) >> PATTERN_SHIFT
+        self.bins += np.bincount(patterns, minlength=PATTERN_BINS)
+
+    def summary(self) -> dict[str, float | None]:
+        if not self.count:
+            return {"max": None, "mean": None, "median": None}
+        low, high = self._ranked([(self.count - 1) // 2, self.count // 2])
+        return {"max": self.largest, "mean": self.total / self.count, "median": low + (high - low) / 2}
+
+    def quantiles(self) -> list[float | None]:
+        if not self.count:
+            return [None] * len(PROBABILITIES)
+        return self._ranked([math.floor(p * (self.count - 1)) for p in PROBABILITIES])
+
+    def decades(self) -> list[int]:
+        """Counts of the numbers other than zero between LOG10_EDGES."""
+        counts = self.bins.copy()
+        counts[0] -= self.zeros
+        bins = np.flatnonzero(counts)
+        decade = np.searchsorted(10.0**LOG10_EDGES, _from_pattern(bins), side="right") - 1
+        decade = np.clip(decade, 0, len(LOG10_EDGES) - 2)
+        return np.bincount(decade, weights=counts[bins], minlength=len(LOG10_EDGES) - 1).astype(int).tolist()
+
+    def _ranked(self, ranks: list[int]) -> list[Any]:
+        """The values with these ranks, 0 being the smallest."""
+        return _from_pattern(np.searchsorted(np.cumsum(self.bins), ranks, side="right")).tolist()
+
+
+def _from_pattern(bins: np.ndarray) -> np.ndarray:
+    """The smallest fp32 of each bin, as fp64: exact for numbers of few bits, such as most errors of bf16."""
+    return (bins.astype(np.uint32) << PATTERN_SHIFT).view(np.float32).astype(np.float64)
+
+
+class _Nonfinite:
+    """NaN and Inf at valid tokens, by tensor, and where the tensors disagree about them."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.tensors = {name: {"nan": 0, "inf": 0, "first": None} for name in ("port", "golden", "truth")}
+        nothing = {"count": 0, "first": None, "port": None, "golden": None, "truth": None}
+        self.disagreements = {"port_differs": dict(nothing), "reference_differs": dict(nothing)}
+
+    def add(self, tokens: np.ndarray, values: dict[str, np.ndarray], finite: dict[str, np.ndarray]) -> None:
+        """Tokens are flat numbers [tokens]; values fp64 and finite bool, [tokens, features], by tensor."""
+        for name, seen in self.tensors.items():
+            nan = np.isnan(values[name])
+            seen["nan"] += int(np.count_nonzero(nan))
+            seen["inf"] += int(np.count_nonzero(~finite[name] & ~nan))
+            if seen["first"] is None:
+                seen["first"] = self._first(tokens, ~finite[name])
+        port, truth = values["port"], values["truth"]
+        same = (port == truth) | (np.isnan(port) & np.isnan(truth))
+        self._disagree("port_differs", ~finite["port"] & ~same, tokens, values)
+        self._disagree("reference_differs", finite["port"] & ~(finite["golden"] & finite["truth"]), tokens, values)
+
+    def _disagree(self, name: str, where: np.ndarray, tokens: np.ndarray, values: dict[str, np.ndarray]) -> None:
+        seen = self.disagreements[name]
+        if seen["first"] is None and where.any():
+            seen["first"] = self._first(tokens, where)
+            seen.update({tensor: _name(of.reshape(-1)[np.argmax(where)]) for tensor, of in values.items()})
+        seen["count"] += int(np.count_nonzero(where))
+
+    def _first(self, tokens: np.ndarray, where: np.ndarray) -> list[int] | None:
+        return _element(self.shape, tokens, where.shape[1], int(np.argmax(where))) if where.any() else None
+
+
+def _element(shape: tuple[int, ...], tokens: np.ndarray, features: int, position: int) -> list[int]:
+    """Index in the tensor of a flat position in a chunk [tokens, features] of the tokens with these flat numbers."""
+    token, channel = divmod(position, features)
+    return [int(i) for i in np.unravel_index(int(tokens[token]) * features + channel, shape)]
+
+
+class _Padding:
+    """Sums over the tokens that are not valid."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.squares = np.zeros(4)
+        self.difference = 0.0
+        self.golden = 0.0
+        self.largest = 0.0
+
+    def add(self, port: np.ndarray, golden: np.ndarray, truth: np.ndarray) -> None:
+        """All fp64 [elements], finite."""
+        if not port.size:
+            return
+        self.count += port.size
+        self.squares += error_squares(port, golden, truth).sum(axis=1)
+        self.difference += float(np.square(port - golden).sum())
+        self.golden += float(np.square(golden).sum())
+        self.largest = max(self.largest, float(np.abs(port - golden).max()))
+
+    def result(self) -> dict[str, Any]:
+        if not self.count:
+            return {"count": 0, "R": None, "rel_l2": None, "abs_max": None}
+        ratio = noise_ratio(self.squares, np.asarray(self.count))
+        rel_l2 = _divide(math.sqrt(self.difference), math.sqrt(self.golden))
+        return {"count": self.count, "R": float(ratio), "rel_l2": rel_l2, "abs_max": self.largest}
+
+
+class _FloatComparison:
+    """What `compare` gathers about a tap of floats."""
+
+    def __init__(self, port: Tensor, golden: Tensor, truth: Tensor, valid: np.ndarray, left_out: np.ndarray) -> None:
+        self.tensors = {"port": port, "golden": golden, "truth": truth}
+        self.valid = valid
+        self.left_out = left_out.reshape(-1)
+        self.shape = golden.shape
+        self.features = math.prod(golden.shape[2:])
+        self.counts = np.zeros(self.features, np.int64)
+        self.channels = np.zeros((4, self.features))  # sums of error_squares over the tokens
+        self.token_R = np.full(valid.size, np.nan)
+        self.moments = _Moments(2)  # of port and golden
+        self.truth_squares = 0.0
+        self.difference_squares = 0.0
+        self.close = 0
+        self.abs, self.rel, self.ulp = _Spread(), _Spread(), _Spread()
+        self.errors = {"port": _Spread(), "golden": _Spread()}
+        self.worst: dict[str, Any] | None = None
+        self.nonfinite = _Nonfinite(golden.shape)
+        self.padding = _Padding()
+
+    def add(self, batch: slice, seq: slice) -> None:
+        valid = self.valid[batch, seq].reshape(-1)
+        tokens = _tokens(batch, seq, self.valid.shape[1])
+        stored = {name: tensor.read(batch, seq) for name, tensor in self.tensors.items()}
+        values = {name: self.tensors[name].floats(of) for name, of in stored.items()}
+        finite = {name: _finite(of) for name, of in values.items()}
+        keep = finite["port"] & finite["golden"] & finite["truth"]
+        if not valid.all():
+            padding = keep & ~valid[:, None]
+            self.padding.add(*(of[padding] for of in values.values()))
+            tokens, keep = tokens[valid], keep[valid]
+            stored, values, finite = ({name: of[valid] for name, of in d.items()} for d in (stored, values, finite))
+        self.nonfinite.add(tokens, values, finite)
+        keep &= ~self.left_out[tokens, None]
+        for of in values.values():
+            of[~keep] = 0.0  # no error, and no rounding step
+        self._add_groups(tokens, keep, values)
+        self._add_elements(tokens, keep, values)
+        if self._same_dtype():
+            port, golden = (self.tensors[name].ordered(stored[name][keep]) for name in ("port", "golden"))
+            # unsigned, since two fp64 can be more than 2^63 steps apart
+            steps = np.maximum(port, golden).astype(np.uint64) - np.minimum(port, golden).astype(np.uint64)
+            self.ulp.add(steps.astype(np.float64))
+
+    def _add_groups(self, tokens: np.ndarray, keep: np.ndarray, values: dict[str, np.ndarray]) -> None:
+        squares = error_squares(**values)
+        self.counts += keep.sum(axis=0)
+        self.channels += squares.sum(axis=1)
+        self.token_R[tokens] = noise_ratio(squares.sum(axis=2), keep.sum(axis=1))
+
+    def _add_elements(self, tokens: np.ndarray, keep: np.ndarray, values: dict[str, np.ndarray]) -> None:
+        port, golden, truth = (values[name][keep] for name in ("port", "golden", "truth"))
+        if not port.size:
+            return
+        self.moments.add(np.stack((port, golden)))
+        self.truth_squares += float(np.square(truth).sum())
+        difference, magnitude = np.abs(port - golden), np.abs(golden)
+        self.difference_squares += float(np.square(difference).sum())
+        self.close += int(np.count_nonzero(difference <= CLOSE_ABSOLUTE + CLOSE_RELATIVE * magnitude))
+        self.abs.add(difference)
+        # Where the golden is zero any other value is wholly wrong: divided by itself, it counts 1.
+        reference = np.where(magnitude > 0, magnitude, np.abs(port))
+        with np.errstate(over="ignore"):
+            relative = np.divide(difference, reference, out=np.zeros_like(difference), where=reference > 0)
+        self.rel.add(np.minimum(relative, FLOAT32_MAX))
+        self.errors["golden"].add(np.abs(golden - truth))
+        error = np.abs(port - truth)
+        worst = int(np.argmax(error))
+        if self.worst is None or error[worst] > self.errors["port"].largest:
+            position = int(np.flatnonzero(keep)[worst])
+            self.worst = {
+                "index": _element(self.shape, tokens, self.features, position),
+                "port": float(port[worst]),
+                "golden": float(golden[worst]),
+                "truth": float(truth[worst]),
+            }
+        self.errors["port"].add(error)
+
+    def _same_dtype(self) -> bool:
+        return self.tensors["port"].dtype == self.tensors["golden"].dtype
+
+    def result(self) -> dict[str, Any]:
+        result = {
+            "kind": "float",
+            "dtype": {name: tensor.dtype for name, tensor in self.tensors.items()},
+            "count": int(self.counts.sum()),
+            **self._ratio(),
+            "abs": self.abs.summary(),
+            "rel": self.rel.summary(),
+            "close": _divide(self.close, self.moments.count),
+            **self._agreement(),
+            "ulp": self.ulp.summary() if self._same_dtype() else None,
+            "worst_element": self.worst,
+            **self._groups(),
+            "nonfinite": {**self.nonfinite.tensors, **self.nonfinite.disagreements},
+            "histogram": {
+                "log10_edges": LOG10_EDGES.tolist(),
+                **{name: spread.decades() for name, spread in self.errors.items()},
+                "exact": {name: spread.zeros for name, spread in self.errors.items()},
+            },
+            "qq": {
+                "probability": list(PROBABILITIES),
+                **{name: spread.quantiles() for name, spread in self.errors.items()},
+            },
+            "padding": None if self.valid.all() else self.padding.result(),
+        }
+        return {**result, "fixed": _fixed(result)}
+
+    def _ratio(self) -> dict[str, float | None]:
+        count = self.counts.sum()
+        squares = self.channels.sum(axis=1)
+        if not count:
+            return {"R": None, "R_port_rms": None, "R_golden_rms": None, "floor": None}
+        port, golden, *_ = np.sqrt(squares / count)
+        _, floor = noise_of(squares)
+        return {
+            "R": float(noise_ratio(squares, count)),
+            "R_port_rms": float(port),
+            "R_golden_rms": float(golden),
+            "floor": math.sqrt(floor / count),
+        }
+
+    def _agreement(self) -> dict[str, float | None]:
+        products, centred = self.moments.products(), self.moments.centred
+        norm, difference = math.sqrt(products[1, 1]), math.sqrt(self.difference_squares)
+        # Rounding of the mean gives a constant a tiny spread, so the range decides what is constant.
+        varies = (self.moments.low < self.moments.high) & (np.diag(centred) > 0)
+        scale = float(centred[0, 1] / centred[1, 1]) if varies[1] else None
+        return {
+            "cosine": _correlation(products),
+            "pearson": _correlation(centred) if varies.all() else None,
+            "rel_l2": _divide(difference, norm),
+            "snr_db": 20 * math.log10(norm / difference) if difference and norm else None,
+            "scale": scale,
+            "offset": None if scale is None else float(self.moments.mean[0] - scale * self.moments.mean[1]),
+            "golden_rel_l2": _divide(math.sqrt(self.channels[1].sum()), math.sqrt(self.truth_squares)),
+        }
+
+    def _groups(self) -> dict[str, Any]:
+        """R by token, channel block and head."""
+        token_R = self.token_R.reshape(self.valid.shape)
+        size = max(1, math.ceil(self.features / MAX_BLOCKS))
+        block_R = self._channel_R(size)
+        worst_block = _worst(block_R)
+        if worst_block:
+            start = worst_block["index"] * size
+            worst_block["channels"] = [start, min(start + size, self.features)]
+        head_R = self._channel_R(self.shape[3]) if len(self.shape) == 4 else None
+        return {
+            "token_R": _listed(token_R),
+            "worst_token": _worst(token_R),
+            "block_R": _listed(block_R),
+            "worst_block": worst_block,
+            "head_R": None if head_R is None else _listed(head_R),
+            "worst_head": None if head_R is None else _worst(head_R),
+        }
+
+    def _channel_R(self, size: int) -> np.ndarray:
+        """R of groups of this many adjacent channels; the last may have fewer."""
+        if not self.features:
+            return np.zeros(0)
+        starts = np.arange(0, self.features, size)
+        return noise_ratio(np.add.reduceat(self.channels, starts, axis=1), np.add.reduceat(self.counts, starts))
+
+
+def _fixed(result: dict[str, Any]) -> dict[str, bool | None]:
+    """The thresholds in common use. They are known to pass bugs and to fail noise; reported, never decisive."""
+
+    def holds(value: float | None, least: float = -math.inf, most: float = math.inf) -> bool | None:
+        return None if value is None else bool(least < value < most)
+
+    return {
+        "max_abs": holds(result["abs"]["max"], most=FIXED_MAX_ABS),
+        "mean_abs": holds(result["abs"]["mean"], most=FIXED_MEAN_ABS),
+        "close": holds(result["close"], least=FIXED_CLOSE),
+        "cosine": holds(result["cosine"], least=FIXED_CORRELATION),
+        "pearson": holds(result["pearson"], least=FIXED_CORRELATION),
+    }
+
+
+class _ExactComparison:
+    """What `compare` gathers about a tap of integers or booleans."""
+
+    PAIRS = (("port", "golden"), ("port", "truth"), ("golden", "truth"))
+
+    def __init__(self, port: Tensor, golden: Tensor, truth: Tensor, valid: np.ndarray, left_out: np.ndarray) -> None:
+        self.tensors = {"port": port, "golden": golden, "truth": truth}
+        self.valid = valid & ~left_out
+        self.shape = golden.shape
+        self.features = math.prod(golden.shape[2:])
+        self.tokens = 0
+        self.mismatches = {f"{a}_{b}": 0 for a, b in self.PAIRS}
+        self.first: dict[str, list[int] | None] = {f"{a}_{b}": None for a, b in self.PAIRS}
+
+    def add(self, batch: slice, seq: slice) -> None:
+        valid = self.valid[batch, seq].reshape(-1)
+        tokens = _tokens(batch, seq, self.valid.shape[1])[valid]
+        values = {name: tensor.read(batch, seq)[valid] for name, tensor in self.tensors.items()}
+        self.tokens += len(tokens)
+        for a, b in self.PAIRS:
+            differ = values[a] != values[b]
+            self.mismatches[f"{a}_{b}"] += int(np.count_nonzero(differ.any(axis=1)))
+            if self.first[f"{a}_{b}"] is None and differ.any():
+                self.first[f"{a}_{b}"] = _element(self.shape, tokens, self.features, int(np.argmax(differ)))
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "kind": "exact",
+            "dtype": {name: tensor.dtype for name, tensor in self.tensors.items()},
+            "count": self.tokens * self.features,
+            "tokens": self.tokens,
+            "R": None,
+            "mismatches": self.mismatches,
+            "share": {name: _divide(count, self.tokens) for name, count in self.mismatches.items()},
+            "first": self.first,
+        }
+
+
+def _comparison(
+    port: Tensor, golden: Tensor, truth: Tensor, valid: np.ndarray, left_out: np.ndarray | None
+) -> _FloatComparison | _ExactComparison:
+    kind = _FloatComparison if golden.kind == "float" else _ExactComparison
+    return kind(port, golden, truth, valid, np.zeros_like(valid) if left_out is None else left_out)

@@ -1,0 +1,252 @@
+"""The port: one stage of the implementation under test, on an XLA device, as its user would ship it.
+
+A port is one Python file or dotted module with
+
+    build(stage: Stage) -> torch.nn.Module
+        The stage as a module; on the meta device is fine. Its forward takes `(x, positions, valid)`: `x` is the previous
+        stage's output [batch, seq, hidden] in `stage.dtype` (token ids int64 [batch, seq] for `embed`), `positions` int64
+        [seq] and `valid` bool [batch, seq] (False for padding), and returns the stage's output.
+    convert(stage: Stage, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
+        The stage's tensors by their names on disk, as its state dict.
+    TAPS: dict[str, str]    (optional)
+        Canonical tap by dotted name of the submodule whose output it is. What is no module's output is handed over inside
+        forward with `layerproof.taps.tap`.
+
+Weights are inputs of the traced graph, so all stages of one kind share one compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerproof import checkpoint, distributed, tensors
+from layerproof.errors import StageError
+from layerproof.files import digest_of
+from layerproof.stages import layer_of
+from layerproof.taps import OUT, collecting, in_order, tap
+from layerproof.tokens import Tokens
+
+Taps = dict[str, torch.Tensor]
+Forward = Callable[[bool], Taps]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a port is asked to build: `config` is the checkpoint's config.json, `options` the user's `port.options`."""
+
+    name: str
+    layer: int | None
+    config: Mapping[str, Any]
+    dtype: torch.dtype
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What the stages of one process share: the device, so that equal graphs are compiled once, and the port's code."""
+
+    directory: Path
+    tokens: Tokens
+    settings: Mapping[str, Any]
+    environment: distributed.Environment
+    module: ModuleType | None
+
+    @classmethod
+    def start(cls, directory: Path, tokens: Tokens, settings: Mapping[str, Any]) -> Runner:
+        """Initialises the device, then imports the port. `settings` are the config's `port` with `trust_remote_code`.
+
+        Raises:
+            StageError: if the port cannot be imported.
+        """
+        environment = distributed.initialise("xla", settings["device"])
+        module = load_module(settings["module"]) if settings["backend"] == "xla" else None
+        return cls(directory, tokens, settings, environment, module)
+
+
+def load_module(name: str) -> ModuleType:
+    """Imports a port by the path of its Python file or by its dotted name.
+
+    Raises:
+        StageError: if it cannot be imported or lacks `build` or `convert`; names the file and, if it has one, the line.
+    """
+    try:
+        if name.endswith(".py"):
+            path = Path(name).resolve()
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module
+            sys.path.insert(0, str(path.parent))
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(name)
+    except SyntaxError as error:
+        raise StageError(f"{error.filename}: line {error.lineno}: {error.msg}. Correct port.module.") from error
+    except Exception as error:
+        raise StageError(
+            f"{name}: cannot be imported ({type(error).__name__}: {error}). Correct port.module."
+        ) from error
+    for function in ("build", "convert"):
+        if not callable(getattr(module, function, None)):
+            raise StageError(f"{name}: has no function {function}. See docs/ports.md for what a port defines.")
+    return module
+
+
+def make_stage(
+    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: tensors.Tensor | None, output: Path
+) -> dict[str, Any]:
+    """Runs a stage of the port twice, without and with taps, and writes `port/TAP`.
+
+    `port/out` is the output of the run without taps, as a user ships it. The two must agree: bit for bit, or at least as
+    well as bf16 can tell (relative L2 below 2^-8), or the taps do not show what the stage computes.
+
+    Returns facts for the record: the device, the kind of stage, how many graphs were compiled.
+
+    Raises:
+        StageError: if the port fails on this stage, or taps change its output.
+    """
+    compiled = _compilations()
+    device = runner.environment.device
+    ids = torch.from_numpy(runner.tokens.ids).to(device)
+    valid = torch.from_numpy(runner.tokens.valid).to(device)
+    x = None if stage_input is None else tensors.to_torch(stage_input).to(device)
+    prepare = _prepare_port if runner.settings["backend"] == "xla" else _prepare_transformers
+    forward, kind = prepare(runner, stage, description, x, ids, valid)
+    with torch.no_grad():
+        plain = _on_host(forward(False))
+        tapped = _on_host(forward(True))
+    change = _relative_change(plain[OUT], tapped[OUT])
+    if change > 2**-8:
+        raise StageError(f"{stage}: taps change the stage's output (relative L2 {change:.2g}); they cannot be trusted.")
+    taps = {name: tensors.to_array(tensor) for name, tensor in (tapped | plain).items()}
+    facts = {"device": runner.environment.hardware, "kind": kind, "taps_change_output": change}
+    tensors.write(
+        output,
+        {"port": {name: taps[name] for name in in_order(taps)}},
+        valid=runner.tokens.valid,
+        attributes={"stage": stage, **facts},
+    )
+    return {**facts, "compilations": _compilations() - compiled}
+
+
+def _prepare_port(
+    runner: Runner,
+    name: str,
+    description: Mapping[str, Any],
+    x: torch.Tensor | None,
+    ids: torch.Tensor,
+    valid: torch.Tensor,
+) -> tuple[Forward, str]:
+    port = runner.module
+    assert port is not None
+    dtype = getattr(torch, runner.settings["dtype"])
+    config = checkpoint.read_config(runner.directory)
+    stage = Stage(name, layer_of(name), config, dtype, runner.settings["options"])
+    module = port.build(stage).eval()
+    state = port.convert(stage, checkpoint.read_tensors(runner.directory, description))
+    try:
+        module.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise StageError(f"{name}: convert() and build() disagree: {' '.join(str(error).split())}") from error
+    left = [key for key, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+    if left:
+        raise StageError(f"{name}: {', '.join(left)} has no value after loading. Make it in build() or in convert().")
+    module.to(x.device if x is not None else ids.device)
+    positions = torch.arange(ids.shape[1]).to(ids.device)
+    model_input = ids if x is None else x.to(dtype)
+
+    def forward(with_taps: bool) -> Taps:
+        with collecting() as taps, _module_taps(module, getattr(port, "TAPS", {}) if with_taps else {}):
+            output = module(model_input, positions, valid)
+        if not isinstance(output, torch.Tensor):
+            raise StageError(f"{name}: the port returns {type(output).__name__}, not one tensor.")
+        return (taps if with_taps else {}) | {OUT: output}
+
+    return forward, _kind(module, model_input)
+
+
+def _prepare_transformers(
+    runner: Runner,
+    name: str,
+    description: Mapping[str, Any],
+    x: torch.Tensor | None,
+    ids: torch.Tensor,
+    valid: torch.Tensor,
+) -> tuple[Forward, str]:
+    """The unmodified transformers stage. Only its experts run in a form of fixed shape, which compilers need."""
+    from layerproof.static_experts import STATIC_EXPERTS, register
+    from layerproof.transformers_stage import run_stage, stage_module
+
+    register()
+    dtype = getattr(torch, runner.settings["dtype"])
+    model = checkpoint.meta_model(
+        runner.directory, runner.settings["trust_remote_code"], dtype, experts_implementation=STATIC_EXPERTS
+    )
+    checkpoint.load_stage(model, name, runner.directory, description, torch.device("cpu"))
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(ids.device))
+    model_input = None if x is None else x.to(dtype)
+
+    def forward(with_taps: bool) -> Taps:
+        return run_stage(model, name, model_input, ids, valid, with_taps)
+
+    return forward, _kind(stage_module(model, name), ids if model_input is None else model_input)
+
+
+@contextlib.contextmanager
+def _module_taps(module: nn.Module, taps: Mapping[str, str]) -> Iterator[None]:
+    """Taps the outputs of submodules by the port's table; names that this stage does not have are other kinds' names."""
+    modules = dict(module.named_modules())
+    handles = [modules[path].register_forward_hook(_hook(name)) for name, path in taps.items() if path in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
+    def hand_over(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        tap(name, output)
+
+    return hand_over
+
+
+def _on_host(taps: Taps) -> Taps:
+    """Cuts the graph at these tensors, runs it and copies them to the host."""
+    import torch_xla
+
+    torch_xla.sync()
+    return {name: tensor.cpu() for name, tensor in taps.items()}
+
+
+def _relative_change(plain: torch.Tensor, tapped: torch.Tensor) -> float:
+    if torch.equal(plain, tapped) or not plain.is_floating_point() or plain.shape != tapped.shape:
+        return 0.0 if plain.shape == tapped.shape else float("inf")
+    difference = (plain.double() - tapped.double()).nan_to_num(0.0)
+    return float(difference.norm() / plain.double().nan_to_num(0.0).norm().clamp_min(1e-300))
+
+
+def _kind(module: nn.Module, x: torch.Tensor) -> str:
+    """Names the kind of a stage: equal structure, shapes and dtypes mean an equal graph, whatever the weights."""
+    structure = [[name, type(part).__qualname__] for name, part in module.named_modules()]
+    shapes = [[name, str(part.dtype), list(part.shape)] for name, part in module.state_dict().items()]
+    return digest_of([structure, shapes, str(x.dtype), list(x.shape)])[:12]
+
+
+def _compilations() -> int:
+    """Graphs that XLA has compiled in this process, by its own metrics."""
+    from torch_xla.debug import metrics
+
+    data = metrics.metric_data("CompileTime")
+    return data[0] if data else 0

@@ -1,0 +1,506 @@
+"""results/report.html: the verdict in a sentence, what it rests on, and for each stage what to do about it.
+
+The page is whole in itself: the plots are inside, nothing is fetched, and it can be read without JavaScript. This
+module turns the files of a run into words and numbers; the template lays them out.
+"""
+
+import base64
+import math
+import os
+import platform
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from layerproof import metrics
+from layerproof.fingerprint import REPOSITORY
+from layerproof.jobs import package_versions
+from layerproof.manifest import git_state
+from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of
+from layerproof.taps import OUT, in_order
+
+Comparison = Mapping[str, Any]
+
+NOT_COMPARED = ("error", "missing")
+FIXED = {
+    "max_abs": f"max abs < {metrics.FIXED_MAX_ABS:g}",
+    "mean_abs": f"mean abs < {metrics.FIXED_MEAN_ABS:g}",
+    "close": f"{metrics.FIXED_CLOSE:.0%} of the elements close",
+    "cosine": f"cosine > {metrics.FIXED_CORRELATION:g}",
+    "pearson": f"Pearson > {metrics.FIXED_CORRELATION:g}",
+}
+
+
+def render(
+    template: Path,
+    verdicts: Mapping[str, Any],
+    comparisons: Sequence[Comparison],
+    chains: Sequence[Mapping[str, Any]],
+    plots: Mapping[str, Path],
+    config: Mapping[str, Any],
+) -> str:
+    """The report as HTML.
+
+    `verdicts`, `comparisons` (in the order of the stages) and `chains` are the contents of results/verdicts.json,
+    results/compare and results/compare/chain; `plots` are SVG files by stage, `map` and `depth`; `config` is resolved.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "brackets": brackets, "share": share}
+    images = {name: _data_uri(path) for name, path in plots.items()}
+    headline, *details = verdict_sentences(verdicts, comparisons, chains, config["compare"]["limit"])
+    return environment.get_template(template.name).render(
+        overall=verdicts["overall"],
+        headline=headline,
+        details=details,
+        compared=what_was_compared(comparisons, chains, config),
+        not_compared=what_was_not_compared(comparisons, chains, config),
+        map=images.get("map"),
+        depth=images.get("depth"),
+        logits=_logits(comparisons, chains),
+        stages=[_stage(one, verdicts["stages"][one["stage"]], chains, images) for one in comparisons],
+        chains=chains,
+        limit=config["compare"]["limit"],
+        config=as_yaml(config),
+        software=_software(),
+        hardware=_hardware(),
+    )
+
+
+# Sentences
+
+
+def verdict_sentences(
+    verdicts: Mapping[str, Any], comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]], limit: float
+) -> list[str]:
+    """What came out, as one would say it to a colleague: the first sentence is the verdict."""
+    stopped = [comparison for comparison in comparisons if comparison["status"] in NOT_COMPARED]
+    culprit = verdicts["first_culprit"]
+    agreeing = sum(tap["status"] == "pass" for _, _, tap in _taps(comparisons))
+    if culprit:
+        failed = sum(comparison["status"] == "fail" for comparison in comparisons)
+        counts = f"{failed} of {_count(len(comparisons), 'stage')} {'fails' if failed == 1 else 'fail'}."
+        return [_culprit(culprit, comparisons, limit), counts, *_first_stopped(stopped)]
+    if not agreeing:
+        return ["Nothing was compared, so nothing is known of the port.", *_first_stopped(stopped)]
+    if stopped:
+        passed = len(comparisons) - len(stopped)
+        rest = f"The other {_count(passed, 'stage')} {'passes' if passed == 1 else 'pass'}." if passed else ""
+        return [*_first_stopped(stopped), *([rest] if rest else [])]
+    broken = [chain for chain in chains if chain["status"] in NOT_COMPARED]
+    if broken:
+        stage, entry = next(
+            (stage, entry) for stage, entry in broken[0]["stages"].items() if entry["status"] in NOT_COMPARED
+        )
+        return [
+            f"Every stage passes alone, but chain {broken[0]['chain']} broke at {stage}: {_stopped(entry['reason'])}",
+            f"{_count(len(comparisons), 'stage')} and {_count(agreeing, 'tap')} agree with the golden.",
+        ]
+    missing = sum(tap["status"] == "missing" for _, _, tap in _taps(comparisons))
+    stage, name, R = _largest_R(comparisons)
+    scope = (
+        f"all {_count(len(comparisons), 'stage')} and {_count(agreeing, 'tap')} agree with the golden"
+        if not missing
+        else f"{_count(len(comparisons), 'stage')} and {_count(agreeing, 'tap')} agree with the golden, "
+        f"{_count(missing, 'tap')} could not be looked at"
+    )
+    return [f"The port passes: {scope} (largest R {number(R)} at {stage} {name}).", *_end_to_end(chains)]
+
+
+def _culprit(culprit: Mapping[str, Any], comparisons: Sequence[Comparison], limit: float) -> str:
+    stage, name = culprit["stage"], culprit["tap"]
+    tap = next(comparison["taps"][name] for comparison in comparisons if comparison["stage"] == stage)
+    R = tap.get("R")
+    because = f"R is {_above(R, limit)} where {limit:g} is allowed" if R is not None and limit < R else tap["reason"]
+    cause = f" The likely cause is {culprit['cause']}." if culprit["cause"] else ""
+    return f"{stage} is the first that goes wrong, at {name}: {_stopped(because)}{cause}"
+
+
+def _first_stopped(stopped: Sequence[Comparison]) -> list[str]:
+    """The stage that could not run; of several the first error, since the missing ones follow from one."""
+    if not stopped:
+        return []
+    first = next((comparison for comparison in stopped if comparison["status"] == "error"), stopped[0])
+    more = f" (and {len(stopped) - 1} more)" if len(stopped) > 1 else ""
+    return [f"{first['stage']} could not be compared{more}: {_stopped(first['reason'])}"]
+
+
+def _end_to_end(chains: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"On its own outputs (chain {chain['chain']}) it finds the same token most likely as the golden at "
+        f"{share(chain['logits']['argmax'])} of the positions."
+        for chain in chains
+        if chain["logits"]
+    ]
+
+
+def _largest_R(comparisons: Sequence[Comparison]) -> tuple[str, str, float | None]:
+    """Stage, tap and R; a tap of integers has no R and is the largest only if there is no other."""
+    return max(
+        ((stage, name, tap.get("R")) for stage, name, tap in _taps(comparisons)),
+        key=lambda found: -1 if found[2] is None else found[2],
+    )
+
+
+def what_was_compared(
+    comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> dict[str, str]:
+    """What the verdict rests on, by topic."""
+    counts = {"pass": 0, "fail": 0, "error": 0, "missing": 0}
+    for _, _, tap in _taps(comparisons):
+        counts[tap["status"]] += 1
+    golden, port = config["golden"], config["port"]
+    compared = {
+        "Model": config["model"]["checkpoint"],
+        "Stages": f"{len(comparisons)}: {ranges([comparison['stage'] for comparison in comparisons])}",
+        "Taps": f"{sum(counts.values())}: "
+        + ", ".join(f"{count} {status}" for status, count in counts.items() if count),
+        "Chains": ", ".join(f"{chain['chain']} ({_count(len(chain['stages']), 'stage')})" for chain in chains)
+        or "none",
+        "Inputs": _inputs_text(_prompt_lengths(comparisons), config["inputs"]),
+        "Golden": f"{golden['dtype']} on {_devices(comparisons, 'golden')}; truth in float32",
+        "Port": f"{port['module'] if port['backend'] != 'transformers' else 'transformers'}, {port['dtype']} on "
+        f"{_devices(comparisons, 'port')}",
+        "Rule": f"a tap passes if R ≤ {config['compare']['limit']:g}, where R is the error of the port in units of "
+        "the error of the golden, both against the fp32 truth",
+    }
+    kinds = {port["kind"] for port in _sides(comparisons, "port") if "kind" in port}
+    graphs = [port["compilations"] for port in _sides(comparisons, "port") if "compilations" in port]
+    if kinds and graphs:
+        compared["Compilation"] = f"{_count(sum(graphs), 'graph')} compiled for {_count(len(kinds), 'kind')} of stage"
+    return compared
+
+
+def what_was_not_compared(
+    comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[str]:
+    """What a reader might think was looked at and was not, one sentence each."""
+    sentences = []
+    stages = [comparison["stage"] for comparison in comparisons]
+    if config["layers"] != "all":
+        ends = [end for end in (EMBED, NORM, LM_HEAD) if end not in stages]
+        also = f", nor were {', '.join(ends)}" if ends else ""
+        sentences.append(f"Layers other than {config['layers']} were not compared{also} (layers in config.yaml).")
+    reasons: dict[tuple[str | None, str], list[str]] = {}
+    extra: dict[str, list[str]] = {}
+    for comparison in comparisons:
+        stage, taps = comparison["stage"], comparison["taps"]
+        if not taps or all(tap["status"] in NOT_COMPARED for tap in taps.values()):
+            reasons.setdefault((None, comparison["reason"]), []).append(stage)
+            continue
+        for name, tap in taps.items():
+            if tap["status"] in NOT_COMPARED:
+                reasons.setdefault((name, tap["reason"]), []).append(stage)
+        for name in comparison["statistics"]["port"]:
+            if name not in taps:
+                extra.setdefault(name, []).append(stage)
+    for (name, reason), found in reasons.items():
+        what = f"{name} of {ranges(found)}" if name else ranges(found)
+        sentences.append(f"{what} not compared: {_stopped(reason)}")
+    for name, found in extra.items():
+        sentences.append(f"{name} of {ranges(found)} not compared: the golden has no such tap.")
+    left_out = {one["stage"]: one["routing"]["left_out"] for one in comparisons if one["routing"]}
+    if sum(left_out.values()):
+        sentences.append(
+            f"Taps after the router leave out {_count(sum(left_out.values()), 'token')} whose experts were nearly tied "
+            f"({ranges([stage for stage, count in left_out.items() if count])})."
+        )
+    alone = [stage for stage in stages if not any(stage in chain["stages"] for chain in chains)]
+    if not chains:
+        sentences.append("No chain was run, so errors that compound from stage to stage were not looked at.")
+    elif alone:
+        sentences.append(f"{ranges(alone)} ran alone only: no chain has them.")
+    for chain in chains:
+        for stage, entry in chain["stages"].items():
+            if entry["status"] == "error":
+                sentences.append(f"Chain {chain['chain']} ends at {stage}: {_stopped(entry['reason'])}")
+    if chains:
+        sentences.append("Chains are reported, but their R and gain do not decide the verdict.")
+    sentences.append("Whole prompts in one pass were compared; decoding token by token with a cache was not.")
+    return sentences
+
+
+def _devices(comparisons: Sequence[Comparison], side: str) -> str:
+    found = dict.fromkeys(str(facts["device"]) for facts in _sides(comparisons, side) if "device" in facts)
+    return ", ".join(found) or "an unknown device"
+
+
+def _sides(comparisons: Sequence[Comparison], side: str) -> list[Mapping[str, Any]]:
+    """What a side says of how it ran, for each stage that does say so."""
+    return [comparison[side] for comparison in comparisons if comparison.get(side)]
+
+
+def _inputs_text(lengths: Sequence[int], inputs: Mapping[str, Any]) -> str:
+    file = inputs["prompts"] or inputs["token_ids"]
+    if not lengths:
+        return file
+    prompts = f"{_count(len(lengths), 'prompt')} of {min(lengths)} to {max(lengths)} tokens"
+    return f"{prompts}, {sum(lengths)} in all, from {file}"
+
+
+def _prompt_lengths(comparisons: Sequence[Comparison]) -> list[int]:
+    """Tokens compared by prompt, from the tap with the most: those after a router may leave some out."""
+    lengths = (
+        [sum(R is not None for R in row) for row in tap["token_R"]]
+        for _, _, tap in _taps(comparisons)
+        if "token_R" in tap
+    )
+    return max(lengths, key=sum, default=[])
+
+
+def _taps(comparisons: Iterable[Comparison]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """(stage, tap name, tap) of them all, in order."""
+    return [(one["stage"], name, tap) for one in comparisons for name, tap in one["taps"].items()]
+
+
+# Tables
+
+
+def _logits(comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each run that reached the logits."""
+    runs = [("lm_head alone", one.get("logits")) for one in comparisons if one["stage"] == LM_HEAD]
+    runs += [(f"chain {chain['chain']}", chain["logits"]) for chain in chains if LM_HEAD in chain["stages"]]
+    return [{"run": run, "logits": logits, "greedy": _greedy(logits) if logits else None} for run, logits in runs]
+
+
+def _greedy(logits: Mapping[str, Any]) -> str:
+    pairs = list(zip(logits["greedy"]["golden"], logits["greedy"]["port"], strict=True))
+    wrong = [f"prompt {i}: {port} for {golden}" for i, (golden, port) in enumerate(pairs) if golden != port]
+    return f"{len(pairs) - len(wrong)} of {len(pairs)}" + (f" ({'; '.join(wrong[:8])})" if wrong else "")
+
+
+def _stage(
+    comparison: Comparison,
+    verdict: Mapping[str, Any],
+    chains: Sequence[Mapping[str, Any]],
+    images: Mapping[str, str],
+) -> dict[str, Any]:
+    """What the template shows of one stage."""
+    stage, taps = comparison["stage"], comparison["taps"]
+    compared = {name: tap for name, tap in taps.items() if tap["status"] not in NOT_COMPARED}
+    out = taps.get(OUT, {})
+    worst = _largest_R([comparison]) if compared else None
+    statistics = comparison.get("statistics", {})
+    golden, port = statistics.get("golden", {}), statistics.get("port", {})
+    return {
+        "name": stage,
+        "status": comparison["status"],
+        "reason": comparison["reason"],
+        "cause": verdict["cause"],
+        "first_failing": next((name for name, tap in taps.items() if tap["status"] == "fail"), None),
+        "out_R": out.get("R"),
+        "worst": {"tap": worst[1], "R": worst[2]} if worst and worst[2] is not None else None,
+        "taps": [_tap(name, tap) for name, tap in taps.items()] if compared else [],
+        "names": list(taps),
+        "failing": [(name, tap["reason"]) for name, tap in taps.items() if tap["status"] == "fail"],
+        "routing": _routing_text(comparison["routing"]) if comparison["routing"] else None,
+        "fixed": [(text, out["fixed"][key]) for key, text in FIXED.items()] if "fixed" in out else [],
+        "statistics": [
+            {
+                "tap": name,
+                "sides": [golden.get(name, {}), port.get(name, {})],
+                "padding": taps.get(name, {}).get("padding"),
+            }
+            for name in in_order({*golden, *port})
+        ],
+        "chained": [(chain["chain"], chain["stages"][stage]) for chain in chains if stage in chain["stages"]],
+        "plot": images.get(stage),
+        "port": comparison.get("port") or {},
+        "commands": [
+            f"snakemake --cores 1 --forcerun results/port/{stage}.h5 -- results/compare/{stage}.json",
+            *(_chain_command(chain["chain"], stage) for chain in chains if stage in chain["stages"]),
+        ],
+    }
+
+
+def _tap(name: str, tap: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table of taps; the metrics keep their names of metrics.compare."""
+    return {
+        "name": name,
+        "status": tap["status"],
+        "tap": tap,
+        "metrics": tap.get("kind"),
+        "text": _exact_text(tap) if tap.get("kind") == "exact" else tap["reason"],
+        "worst": _worst_place(tap),
+        "nonfinite": _nonfinite_text(tap) if tap.get("kind") == "float" else None,
+        "fixed": _fixed_text(tap["fixed"]) if "fixed" in tap else None,
+    }
+
+
+def _exact_text(tap: Mapping[str, Any]) -> str:
+    differ, golden = tap["mismatches"]["port_truth"], tap["mismatches"]["golden_truth"]
+    where = f", first at {brackets(tap['first']['port_truth'])}" if differ else ""
+    return f"integers: differ from the truth in {differ} of {tap['tokens']} tokens{where}; the golden in {golden}"
+
+
+def _routing_text(routing: Mapping[str, Any]) -> str:
+    flips, excused = routing["flips"], routing["excused"]
+    if not flips and not routing["golden_flips"]:
+        return f"port and golden choose the same experts as the truth for all {_count(routing['tokens'], 'token')}."
+    return (
+        f"the port chooses other experts than the truth for {flips} of {_count(routing['tokens'], 'token')}, "
+        f"the golden for {routing['golden_flips']}. Of the port's flips {excused} "
+        f"{'is a near-tie' if excused == 1 else 'are near-ties'} and excused: "
+        f"the noise explains margins up to {number(routing['noise_margin'])}, "
+        f"the largest is {number(routing['largest_margin'])}. "
+        f"The taps after the router leave {_count(routing['left_out'], 'token')} out."
+    )
+
+
+def _worst_place(tap: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The token, head or block of channels with the largest R."""
+    places = []
+    if token := tap.get("worst_token"):
+        places.append({"R": token["R"], "text": f"token {brackets(token['index'])}"})
+    if head := tap.get("worst_head"):
+        places.append({"R": head["R"], "text": f"head {head['index']}"})
+    if block := tap.get("worst_block"):
+        first, end = block["channels"]
+        places.append(
+            {"R": block["R"], "text": f"channel {first}" if end - first == 1 else f"channels {first}–{end - 1}"}
+        )
+    return max(places, key=lambda place: place["R"], default=None)
+
+
+def _nonfinite_text(tap: Mapping[str, Any]) -> str:
+    found = [
+        f"{side}: {seen['nan']} NaN, {seen['inf']} Inf, first {brackets(seen['first'])}"
+        for side, seen in ((side, tap["nonfinite"][side]) for side in ("port", "golden", "truth"))
+        if seen["nan"] or seen["inf"]
+    ]
+    return "; ".join(found) or "none"
+
+
+def _fixed_text(fixed: Mapping[str, bool | None]) -> str:
+    known = [holds for holds in fixed.values() if holds is not None]
+    return f"{sum(known)} of {len(known)}"
+
+
+def _chain_command(chain: str, stage: str) -> str:
+    """Runs a stage of a chain and those after it that it reaches."""
+    return f"snakemake --cores 1 --forcerun results/chain/{chain}/{stage}.h5 -- results/compare/chain/{chain}.json"
+
+
+# Surroundings
+
+
+def _software() -> dict[str, str]:
+    git = git_state()
+    state = {True: ", with uncommitted changes", False: "", None: ""}[git["dirty"]]
+    return {
+        "Layerproof": _version(),
+        "Commit": f"{git['commit']}{state}",
+        "Python": platform.python_version(),
+        **package_versions(),
+    }
+
+
+def _version() -> str:
+    try:
+        return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        return "unknown"
+
+
+def _hardware() -> dict[str, str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "Processor": _processor(),
+        "Cores": str(os.cpu_count()),
+        "Memory": f"{memory / 2**30:.1f} GiB",
+        "Platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _data_uri(svg: Path) -> str:
+    """An image apart from the page's own names and styles, which inlined SVGs would share with it."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode()}"
+
+
+# Words and numbers
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with this many significant digits, or a dash for one that is undefined."""
+    if value is None:
+        return "–"
+    if value == 0 or (isinstance(value, int) and abs(value) < 1e6):
+        return str(int(value))
+    if not 1e-3 <= abs(value) < 1e6:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _above(value: float, limit: float) -> str:
+    """The value with as many digits as it takes to be seen above the limit."""
+    texts = (number(value, digits) for digits in range(3, 18))
+    return next(text for text in texts if float(text) > limit)
+
+
+def share(value: float | None) -> str:
+    """A share in percent; 100 % only if it is all."""
+    if value is None:
+        return "–"
+    return f"{math.floor(value * 1000) / 10:g} %"
+
+
+def brackets(index: Sequence[int]) -> str:
+    """An index of a tensor, as `[0,17,3]`."""
+    return f"[{','.join(map(str, index))}]"
+
+
+def ranges(stages: Sequence[str]) -> str:
+    """Names of stages with runs of layers put together: `embed, layer_000 to layer_005, norm`."""
+    runs: list[list[str]] = []
+    for stage in stages:
+        before = layer_of(runs[-1][-1]) if runs else None
+        if before is not None and layer_of(stage) == before + 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
+def as_yaml(value: Any, indent: str = "") -> str:
+    """A resolved config as YAML would have it."""
+    lines = []
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            lines += [f"{indent}{key}:", as_yaml(item, indent + "  ")]
+        else:
+            lines.append(f"{indent}{key}: {_scalar(item)}")
+    return "\n".join(lines)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list):
+        return f"[{', '.join(map(_scalar, value))}]"
+    return "{}" if value == {} else str(value)
+
+
+def _stopped(sentence: str) -> str:
+    return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,119 @@
+"""Expert choices compared as sets, with near-ties told from mistakes.
+
+Where two experts are nearly tied, the last bit of a sum decides, and a legitimate port may choose the other one. Such a
+flip changes the token's output far beyond rounding, so the token is left out of what follows in that stage, and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from layerproof.metrics import Tensor
+
+AFTER_ROUTER = ("router.weights", "mlp.out", "post_mlp_norm", "out")
+"""Taps that a flipped choice changes."""
+
+FLIP_SIGMAS = 6.0
+"""A flip is noise if its margin is within this many standard deviations of the difference of two selection values.
+
+The deviation is that of the golden's selection values from the truth's. Six make one false alarm in 10^9 if the errors
+are normal; they are not quite, and a real mistake flips by far more.
+"""
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Outcome for one stage: bool [batch, seq] masks over valid tokens, and the margin in units of the selection."""
+
+    tokens: int
+    flips: np.ndarray
+    golden_flips: np.ndarray
+    malformed: np.ndarray
+    excused: np.ndarray
+    noise_margin: float
+    largest_margin: float
+
+    @property
+    def left_out(self) -> np.ndarray:
+        """Tokens that taps after the router are compared without: excused flips of the port and flips of the golden."""
+        return self.excused | self.golden_flips
+
+    def reason(self) -> str | None:
+        """Why the choice fails, or None if every flip is a near-tie."""
+        wrong = self.flips & ~self.excused
+        if not wrong.any():
+            return None
+        if self.malformed.any():
+            batch, seq = np.argwhere(self.malformed)[0]
+            return (
+                f"the port does not choose the right number of different experts for {int(self.malformed.sum())} of "
+                f"{self.tokens} tokens, first [{batch},{seq}]"
+            )
+        batch, seq = np.argwhere(wrong)[0]
+        return (
+            f"the port chooses other experts than the truth for {int(wrong.sum())} of {self.tokens} tokens, first "
+            f"[{batch},{seq}], by margins of up to {self.largest_margin:.3g} where noise explains {self.noise_margin:.3g}"
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """For results/compare/STAGE.json."""
+        return {
+            "tokens": self.tokens,
+            "flips": int(self.flips.sum()),
+            "excused": int((self.flips & self.excused).sum()),
+            "golden_flips": int(self.golden_flips.sum()),
+            "left_out": int(self.left_out.sum()),
+            "noise_margin": self.noise_margin,
+            "largest_margin": self.largest_margin,
+        }
+
+
+def compare_choices(
+    port: Tensor, golden: Tensor, truth: Tensor, golden_selection: Tensor, truth_selection: Tensor, valid: np.ndarray
+) -> Routing | None:
+    """Compares the chosen experts, [batch, seq, top_k] each, of port and golden with the truth's.
+
+    The margin of a flip is the largest gap, in the truth's selection values [batch, seq, experts], between an expert
+    that the port leaves out and one that it takes instead. None if the port's shape or dtype is not the golden's: the
+    tap fails by that.
+    """
+    if port.shape != golden.shape or port.kind != "integer":
+        return None
+    selection = _values(truth_selection)
+    error = (_values(golden_selection) - selection)[valid]
+    error = error[np.isfinite(error)]
+    noise = FLIP_SIGMAS * float(np.sqrt(2.0 * np.mean(np.square(error)))) if error.size else 0.0
+    experts = selection.shape[-1]
+    wanted = _chosen(truth, experts)
+    mine, golden_chosen = _chosen(port, experts), _chosen(golden, experts)
+    flips = (mine != wanted).any(-1) & valid
+    dropped = np.where(wanted & ~mine, selection, -np.inf).max(-1)
+    taken = np.where(mine & ~wanted, selection, np.inf).min(-1)
+    # The same expert twice, or one that there is not, is no near-tie whatever the margins say.
+    malformed = (mine.sum(-1) != port.shape[-1]) & valid
+    # A margin that is no number, of selections that are none, excuses nothing.
+    margins = np.nan_to_num(np.where(flips & ~malformed, dropped - taken, 0.0), nan=LARGEST, posinf=LARGEST)
+    return Routing(
+        tokens=int(valid.sum()),
+        flips=flips,
+        golden_flips=(golden_chosen != wanted).any(-1) & valid,
+        malformed=malformed,
+        excused=flips & ~malformed & (margins <= noise),
+        noise_margin=noise,
+        largest_margin=float(margins.max(initial=0.0)),
+    )
+
+
+def _values(tensor: Tensor) -> np.ndarray:
+    return tensor.floats(tensor.data[...]).astype(np.float64)
+
+
+def _chosen(choice: Tensor, experts: int) -> np.ndarray:
+    """Bool [batch, seq, experts]; an index outside of the experts chooses nothing."""
+    indices = np.asarray(choice.data[...])
+    return (indices[..., None] == np.arange(experts)).any(-2)

@@ -1,0 +1,218 @@
+"""HDF5 files of tensors: bf16 kept bit for bit, checksums on data and metadata, whole or not there.
+
+One file holds the tensors of one stage in groups: `golden/TAP` and `truth/TAP` in results/golden, `port/TAP` in
+results/port. bfloat16 is stored as uint16 with the attribute `dtype="bfloat16"`. A stage that failed is a file without
+tensors whose attribute `error` says why. Times are left out, so that equal tensors make equal files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import h5py
+import numpy as np
+
+from layerproof.errors import StageError, StageMissing
+from layerproof.files import replacing
+from layerproof.metrics import Tensor, statistics
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_BYTES = 1 << 20
+
+
+def to_array(tensor: torch.Tensor) -> Tensor:
+    """A torch tensor of any device as numpy data with its dtype's name; bfloat16 becomes uint16 bits."""
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype == torch.bfloat16:
+        return Tensor(tensor.view(torch.int16).numpy().view(np.uint16), name)
+    return Tensor(tensor.numpy(), name)
+
+
+def to_torch(array: Tensor) -> torch.Tensor:
+    """The torch tensor that `to_array` was given, on the CPU."""
+    import torch
+
+    data = np.ascontiguousarray(array.data[...])
+    if array.dtype == "bfloat16":
+        return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(data)
+
+
+def write(
+    path: Path,
+    groups: Mapping[str, Mapping[str, Tensor]],
+    *,
+    valid: np.ndarray | None = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes tensors by group and tap, each with its statistics (over the tokens in `valid`) as attributes.
+
+    Raises:
+        StageError: if the file cannot be written, for instance because the disk is full; nothing is left behind.
+    """
+    try:
+        with replacing(path) as temporary, _writing(temporary) as file:
+            _set_attributes(file, attributes or {})
+            for group, tensors in groups.items():
+                for tap, tensor in tensors.items():
+                    _write_dataset(file, f"{group}/{tap}", tensor, valid)
+    except OSError as error:
+        raise StageError(f"{path}: cannot be written ({_first_line(error)}). Free disk space and run again.") from error
+
+
+class _Disk(io.FileIO):
+    """A file that keeps its first failed write for later: HDF5 crashes the process if closing a file fails."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view) and self.failure is None:
+            try:
+                done += super().write(view[done:])
+            except OSError as error:
+                self.failure = error
+        return len(view)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[h5py.File]:
+    """A new HDF5 file. Raises OSError if any of it could not be written."""
+    with _Disk(path, "w+") as disk:
+        try:
+            with h5py.File(disk, "w", libver="latest") as file:
+                yield file
+        finally:
+            if disk.failure is not None:
+                raise disk.failure
+
+
+def _write_dataset(file: h5py.File, name: str, tensor: Tensor, valid: np.ndarray | None) -> None:
+    data: Any = tensor.data
+    chunks = None
+    if data.size and data.ndim > 1:  # whole tokens of one prompt, about CHUNK_BYTES of them
+        tokens = max(1, CHUNK_BYTES // data[0, 0].nbytes)
+        chunks = (1, min(data.shape[1], tokens), *data.shape[2:])
+    dataset = file.create_dataset(name, data=data, chunks=chunks, fletcher32=chunks is not None)
+    # A tap of another shape is for the comparison to fail; it has no tokens to take statistics of.
+    described = valid is None or tensor.shape[:2] == valid.shape
+    _set_attributes(dataset, {"dtype": tensor.dtype, **(statistics(tensor, valid) if described else {})})
+
+
+def _set_attributes(node: h5py.HLObject, attributes: Mapping[str, Any]) -> None:
+    """Sets all attributes but those that are None.
+
+    Text gets a fixed length: HDF5 keeps text of variable length where no checksum covers it.
+    """
+    for key, value in attributes.items():
+        if isinstance(value, str):
+            data = value.encode()
+            node.attrs[key] = np.array(data, dtype=h5py.string_dtype("utf-8", max(1, len(data))))
+        elif value is not None:
+            node.attrs[key] = value
+
+
+def attributes(node: h5py.HLObject) -> dict[str, Any]:
+    """Attributes of a file or dataset as plain Python values.
+
+    Raises:
+        KeyError: if one cannot be read, as h5py does; `reading` turns it into a StageError.
+    """
+    found: dict[str, Any] = {}
+    for key, value in node.attrs.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        found[key] = plain.decode() if isinstance(plain, bytes) else plain
+    return found
+
+
+def write_error(path: Path, error: StageError) -> None:
+    """Leaves a file without tensors that says why the stage has none."""
+    write(path, {}, attributes={"error": str(error), "missing": isinstance(error, StageMissing)})
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[h5py.File]:
+    """Opens a file of tensors.
+
+    Raises:
+        StageError: if the file is missing or damaged, also while data is read inside the block; or if it stands for
+            a stage that failed (the message is the one that the stage left).
+    """
+    try:
+        with h5py.File(path, "r") as file:
+            if "error" in file.attrs:
+                facts = attributes(file)
+                raise (StageMissing if facts["missing"] else StageError)(facts["error"])
+            yield file
+    except FileNotFoundError as error:
+        raise StageError(f"{path}: is not there. Run snakemake again to make it.") from error
+    except (OSError, RuntimeError, KeyError) as error:
+        raise StageError(
+            f"{path}: cannot be read, the file is damaged ({_first_line(error)}). Delete it and run again."
+        ) from error
+
+
+def taps(file: h5py.File, group: str) -> dict[str, Tensor]:
+    """The tensors of a group by tap name, not yet read from the file; empty if the group is not there."""
+    if group not in file:
+        return {}
+    found: dict[str, Tensor] = {}
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset):
+            found[name] = Tensor(node, attributes(node)["dtype"])
+
+    cast("h5py.Group", file[group]).visititems(visit)
+    return found
+
+
+def read(path: Path, name: str) -> Tensor:
+    """One tensor, read into memory, by its full name such as `golden/out`.
+
+    Raises:
+        StageError: as `reading` does.
+    """
+    with reading(path) as file:
+        dataset = cast("h5py.Dataset", file[name])
+        return Tensor(dataset[...], attributes(dataset)["dtype"])
+
+
+def check(path: Path) -> None:
+    """Reads all of a file.
+
+    Raises:
+        StageError: as `reading` does, if any of it is damaged.
+    """
+    with reading(path) as file:
+        for group in ("golden", "truth", "port"):
+            for tap in taps(file, group).values():
+                for row in range(tap.shape[0]):
+                    tap.data[row]
+
+
+def read_stage_input(path: Path, name: str) -> Tensor:
+    """The tensor that feeds the next stage.
+
+    Raises:
+        StageMissing: if the stage before failed; the message is that of the first one that did.
+    """
+    try:
+        return read(path, name)
+    except StageMissing:
+        raise
+    except StageError as error:
+        raise StageMissing(f"no input, because an earlier stage failed: {error}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

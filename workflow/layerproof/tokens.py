@@ -1,0 +1,118 @@
+"""Prompts as token ids: padded on the right to one length, with a mask of what is not padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layerproof.errors import UserError
+from layerproof.files import read_json, write_json
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """`ids` int64 and `valid` bool, both [batch, seq]; `texts` are the prompts, or empty if ids were given."""
+
+    ids: np.ndarray
+    valid: np.ndarray
+    texts: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Tokens:
+        """Tokens as `write` left them in results/tokens.json."""
+        content = read_json(path)
+        return pad(content["ids"], content["pad_id"], content["texts"])
+
+
+def pad(rows: Sequence[Sequence[int]], pad_id: int, texts: Sequence[str] = ()) -> Tokens:
+    """Rows of ids of different length as one array, padded on the right.
+
+    On the right a causal mask alone keeps padding out of the other tokens, and every query sees at least one key.
+    """
+    length = max(map(len, rows))
+    ids = np.full((len(rows), length), pad_id, dtype=np.int64)
+    valid = np.zeros((len(rows), length), dtype=bool)
+    for row, values in enumerate(rows):
+        ids[row, : len(values)] = values
+        valid[row, : len(values)] = True
+    return Tokens(ids, valid, tuple(texts))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt a paragraph: prompts are separated by empty lines, line breaks inside one are kept.
+
+    Raises:
+        UserError: if the file cannot be read as UTF-8 or holds no prompt.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text ({error}). inputs.prompts must name a UTF-8 file.") from None
+    prompts = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
+    if not prompts:
+        raise UserError(f"{path}: holds no prompt. Write at least one, separated by empty lines.")
+    return prompts
+
+
+def read_token_ids(path: Path, vocabulary: int) -> list[list[int]]:
+    """Token ids from a JSON file: a list of lists of integers.
+
+    Raises:
+        UserError: if it is anything else, or an id is outside the vocabulary.
+    """
+    try:
+        rows = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: cannot be read as JSON ({error}). inputs.token_ids must hold [[1, 2, 3], ...]."
+        ) from None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
+        raise UserError(f"{path}: is not a list of lists of token ids. Write [[1, 2, 3], [4, 5]].")
+    for number, row in enumerate(rows):
+        for value in row:
+            if type(value) is not int or not 0 <= value < vocabulary:
+                raise UserError(f"{path}: row {number} holds {value!r}; ids are integers from 0 to {vocabulary - 1}.")
+    return rows
+
+
+def make(
+    output: Path,
+    directory: Path,
+    config: Mapping[str, Any],
+    prompts: Path | None,
+    token_ids: Path | None,
+    max_tokens: int,
+    trust_remote_code: bool,
+) -> None:
+    """Writes results/tokens.json from prompts (by the checkpoint's tokenizer) or from token ids, cut to `max_tokens`.
+
+    Raises:
+        UserError: if the input is unusable or the checkpoint has no tokenizer.
+    """
+    pad_id = config.get("pad_token_id") or 0
+    texts: list[str] = []
+    if token_ids is not None:
+        vocabulary = (config.get("text_config") or config).get("vocab_size") or config["vocab_size"]
+        rows = read_token_ids(token_ids, vocabulary)
+    else:
+        assert prompts is not None  # the schema demands one of the two
+        texts = read_prompts(prompts)
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            message = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"{directory}: has no usable tokenizer ({message}). Give inputs.token_ids instead."
+            ) from None
+        rows = [tokenizer(text)["input_ids"] for text in texts]
+        if not all(rows):
+            raise UserError(f"{prompts}: the tokenizer makes no token of prompt {rows.index([]) + 1}. Remove it.")
+        if tokenizer.pad_token_id is not None:
+            pad_id = tokenizer.pad_token_id
+    write_json(output, {"ids": [row[:max_tokens] for row in rows], "pad_id": pad_id, "texts": texts})

@@ -1,0 +1,225 @@
+"""One stage of an unmodified transformers model, run by the model's own forward.
+
+The whole causal language model runs, with every stage but one replaced by a pass-through; so masks, positions, rotary
+tables, scalings and whatever depends on the layer's index reach the stage as they do in the whole model, for any
+architecture. The stage's input is put in at its boundary and its output taken there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from layerproof.checkpoint import parts_of
+from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of
+from layerproof.taps import OUT, collecting, dense_weights, tap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MODULE_TAPS = {
+    "input_layernorm": "input_norm",
+    "self_attn.q_proj": "attn.q",
+    "self_attn.k_proj": "attn.k",
+    "self_attn.v_proj": "attn.v",
+    "self_attn.q_norm": "attn.q_norm",
+    "self_attn.k_norm": "attn.k_norm",
+    "self_attn": "attn.out",
+    "post_attention_layernorm": "post_attn_norm",
+    "pre_feedforward_layernorm": "pre_mlp_norm",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp": "mlp.out",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}
+"""Modules of a transformers decoder layer whose output is a canonical tap."""
+
+
+class _StageDone(Exception):
+    """Ends the model's forward once the stage has its output."""
+
+
+def run_stage(
+    model: PreTrainedModel,
+    stage: str,
+    stage_input: torch.Tensor | None,
+    token_ids: torch.Tensor,
+    valid: torch.Tensor,
+    with_taps: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Runs one stage and returns its taps, `out` among them; without taps, `out` alone.
+
+    `token_ids` is int64 and `valid` bool, both [batch, seq], on the model's device; `stage_input` is the previous stage's
+    output, [batch, seq, hidden], and None for `embed`. Of the model's weights only those of the stage are touched.
+    """
+    parts = parts_of(model)
+    layers = cast("nn.ModuleList", model.get_submodule(parts.layers))
+    layer = layer_of(stage)
+    with collecting() as taps, contextlib.ExitStack() as stack, torch.no_grad():
+        if stage != EMBED:
+            stack.enter_context(_forward_replaced(model.get_submodule(parts.embed), lambda ids: stage_input))
+        for index, module in enumerate(layers):
+            if index != layer:
+                stack.enter_context(_forward_replaced(module, _pass_through))
+        if stage == EMBED:
+            stack.enter_context(_hooked(layers[0].register_forward_pre_hook(_end_with_input, with_kwargs=True)))
+        elif stage == LM_HEAD:
+            stack.enter_context(_forward_replaced(model.get_submodule(parts.norm), lambda hidden: stage_input))
+        else:
+            module = stage_module(model, stage)
+            stack.enter_context(_hooked(module.register_forward_pre_hook(_feeder(stage_input), with_kwargs=True)))
+            if layer is not None and with_taps:
+                _add_taps(stack, module, token_ids.shape)
+            stack.enter_context(_hooked(module.register_forward_hook(_end_with_output)))
+        try:
+            result = model(input_ids=token_ids, attention_mask=valid.long(), use_cache=False)
+            tap(OUT, result.logits)
+        except _StageDone:
+            pass
+    return taps
+
+
+def stage_module(model: PreTrainedModel, stage: str) -> nn.Module:
+    """The module of a transformers causal language model that a stage runs."""
+    parts = parts_of(model)
+    layer = layer_of(stage)
+    if layer is not None:
+        return cast("nn.ModuleList", model.get_submodule(parts.layers))[layer]
+    return model.get_submodule({EMBED: parts.embed, NORM: parts.norm, LM_HEAD: parts.lm_head}[stage])
+
+
+def _pass_through(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return hidden_states
+
+
+def _feeder(stage_input: torch.Tensor | None) -> Callable:
+    def feed(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return (stage_input, *args[1:]), kwargs
+
+    return feed
+
+
+def _end_with_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    tap(OUT, args[0])
+    raise _StageDone
+
+
+def _end_with_output(module: nn.Module, args: tuple, output: Any) -> None:
+    tap(OUT, _first(output))
+    raise _StageDone
+
+
+def _first(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextlib.contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+@contextlib.contextmanager
+def _hooked(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _add_taps(stack: contextlib.ExitStack, layer: nn.Module, shape: torch.Size) -> None:
+    """Hooks for every canonical tap that the layer has; `shape` is [batch, seq]."""
+    modules = dict(layer.named_modules())
+    for path, name in MODULE_TAPS.items():
+        if path in modules:
+            stack.enter_context(_hooked(modules[path].register_forward_hook(_module_tap(name, shape))))
+    stack.enter_context(_attention_taps())
+    experts = modules.get("mlp.experts")
+    router = modules.get("mlp.gate") or modules.get("mlp.router")
+    if experts is not None and router is not None:
+        _add_router_taps(stack, router, experts, shape)
+
+
+def _module_tap(name: str, shape: torch.Size) -> Callable:
+    def hook(module: nn.Module, args: tuple, output: Any) -> None:
+        tensor = _first(output)
+        # Some models normalise q and k per head before the heads are moved behind the tokens, some after.
+        tap(name, tensor if tensor.shape[:2] == shape else tensor.transpose(1, 2))
+
+    return hook
+
+
+@contextlib.contextmanager
+def _attention_taps() -> Iterator[None]:
+    """Taps rotated q and k and the context where transformers calls the attention function, whichever it is."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def tapped(original: Callable | None) -> Callable:
+        def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any):
+            function = original or sys.modules[type(module).__module__].eager_attention_forward
+            tap("attn.q_rot", query.transpose(1, 2))
+            tap("attn.k_rot", key.transpose(1, 2))
+            context, weights = function(module, query, key, *args, **kwargs)
+            tap("attn.context", context.flatten(2))
+            return context, weights
+
+        return attention
+
+    originals = dict(ALL_ATTENTION_FUNCTIONS)
+    for name, original in {"eager": None, **originals}.items():
+        ALL_ATTENTION_FUNCTIONS[name] = tapped(original)
+    try:
+        yield
+    finally:
+        for name in {"eager", *originals}:
+            del ALL_ATTENTION_FUNCTIONS[name]
+
+
+class _RouterSteps(TorchFunctionMode):
+    """Taps the steps of a router that are no modules: what sigmoid or softmax gives and what the top-k is taken of."""
+
+    def __init__(self, num_experts: int, shape: torch.Size) -> None:
+        """`shape` is [batch, seq], which the router's input has lost."""
+        super().__init__()
+        self.num_experts = num_experts
+        self.shape = shape
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("sigmoid", "softmax") and result.shape[-1] == self.num_experts:
+            tap("router.scores", result.view(*self.shape, -1))
+        elif name == "topk" and args[0].shape[-1] == self.num_experts:
+            tap("router.selection", args[0].view(*self.shape, -1))
+        return result
+
+
+def _add_router_taps(stack: contextlib.ExitStack, router: nn.Module, experts: nn.Module, shape: torch.Size) -> None:
+    num_experts = cast("int", experts.num_experts)
+    steps = _RouterSteps(num_experts, shape)
+
+    def before_router(module: nn.Module, args: tuple) -> None:
+        steps.__enter__()
+
+    def after_router(module: nn.Module, args: tuple, output: Any) -> None:
+        steps.__exit__(None, None, None)
+        tap("router.logits", _first(output).view(*shape, -1))
+
+    def before_experts(module: nn.Module, args: tuple) -> None:
+        _, choice, weights = args
+        choice = choice.view(*shape, -1)
+        tap("router.choice", choice.sort(-1).values.int())
+        tap("router.weights", dense_weights(choice, weights.reshape(*shape, -1), num_experts))
+
+    stack.enter_context(_hooked(router.register_forward_pre_hook(before_router)))
+    stack.enter_context(_hooked(router.register_forward_hook(after_router)))
+    stack.enter_context(_hooked(experts.register_forward_pre_hook(before_experts)))
