@@ -1,0 +1,34 @@
+# make report   sets up and runs the main job, to results/report.html
+# make test     sets up and passes the tests
+
+VENV := .venv
+CORES ?= 1
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: report test lint setup setup-dev
+
+report: setup
+	snakemake --cores $(CORES) results/report.html
+
+test: setup-dev lint
+	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile
+
+lint: setup-dev
+	ruff check .
+	ruff format --check .
+	pyright
+	snakefmt --check --diff Snakefile workflow/rules
+	snakemake --lint
+
+setup: $(VENV)/run.done
+
+setup-dev: $(VENV)/dev.done
+	bash tests/install-chromium.sh
+
+$(VENV)/bin/uv: requirements/uv.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --require-hashes -r requirements/uv.txt
+
+$(VENV)/%.done: requirements/%.txt $(VENV)/bin/uv
+	uv pip install --quiet --python $(VENV)/bin/python --require-hashes --compile-bytecode -r $<
+	touch $@

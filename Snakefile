@@ -1,0 +1,33 @@
+# Layerproof. Golden and port, one stage at a time:
+#
+#   checkpoint, prompts -> results/weights/STAGE.json, results/tokens.json
+#     -> results/golden/STAGE.h5                            the trusted model, with fp32 truth
+#     -> results/port/STAGE.h5, results/chain/A-B/STAGE.h5  the port on the golden's input, and on its own
+#     -> results/compare/STAGE.json, results/compare/chain/A-B.json -> results/verdicts.json
+#     -> results/plots/ -> results/report.html -> results/manifest.json -> results/archive/RUN.zip
+#
+# Any of these files is a target. results/records/ mirrors them with what each was made from.
+
+from snakemake.utils import min_version
+
+min_version("9.27")
+
+
+configfile: "config.yaml"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/settings.smk"
+include: "workflow/rules/prepare.smk"
+include: "workflow/rules/golden.smk"
+include: "workflow/rules/port.smk"
+include: "workflow/rules/compare.smk"
+include: "workflow/rules/report.smk"
+
+
+rule all:
+    """The report and the audit trail behind it."""
+    default_target: True
+    input:
+        rules.report.output.html,
+        rules.manifest.output.manifest,

@@ -1,0 +1,92 @@
+"""Runs the real DAG in a copy of the repository and tells which jobs really ran."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+JOURNALS = ("logs/", "benchmarks/", "records/")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of snakemake: the outputs that were replaced, the jobs that Snakemake started, its output and exit code."""
+
+    made: frozenset[str]
+    started: int
+    text: str
+    returncode: int
+
+
+class Workflow:
+    """A copy of the workflow in a folder of its own, with its own config.yaml."""
+
+    def __init__(self, directory: Path, **config) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / "Snakefile", directory)
+        shutil.copytree(REPOSITORY / "workflow", directory / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
+        (directory / "profiles").symlink_to("workflow/profiles")
+        self.results = directory / "results"
+        self.config = yaml.safe_load((REPOSITORY / "config.yaml").read_text())
+        self.configure(**config)
+
+    def configure(self, **sections) -> None:
+        """Sets keys of config.yaml by section; a section that is no mapping is replaced."""
+        for section, values in sections.items():
+            self.config[section] = self.config[section] | values if isinstance(values, dict) else values
+        (self.directory / "config.yaml").write_text(yaml.safe_dump(self.config))
+
+    def run(self, *arguments: str, target: str = "results/report.html", check: bool = True) -> Run:
+        """Calls snakemake as a user does and compares the results before and after."""
+        before = self._state()
+        process = subprocess.run(self.command(*arguments, target=target), **self.options())
+        after = self._state()
+        if check and process.returncode:
+            raise AssertionError(process.stdout + self._logs())
+        made = frozenset(name for name, state in after.items() if before.get(name) != state)
+        started = sum(line.startswith("Finished jobid:") for line in process.stdout.splitlines())
+        return Run(made, started, process.stdout, process.returncode)
+
+    def command(self, *arguments: str, target: str = "results/report.html") -> list[str]:
+        return [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, "--", target]
+
+    def options(self) -> dict:
+        # What a test of this process set up for itself is not the workflow's: its port is taken, its rank another's.
+        own = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PJRT_DEVICE")
+        environment = {name: value for name, value in os.environ.items() if name not in own}
+        return {
+            "cwd": self.directory,
+            "env": environment,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
+
+    def edit(self, file: str, *replacements: tuple[str, str]) -> None:
+        """Replaces text that is there exactly once."""
+        path = self.directory / file
+        text = path.read_text()
+        for old, new in replacements:
+            assert text.count(old) == 1, f"{file}: {old!r} is there {text.count(old)} times"
+            text = text.replace(old, new)
+        path.write_text(text)
+
+    def log(self, name: str) -> str:
+        return (self.results / "logs" / f"{name}.log").read_text()
+
+    def _state(self) -> dict[str, tuple[int, int]]:
+        """Inode and size by output: a job replaces its output by a new file, one that returns early does not."""
+        return {
+            name: (path.stat().st_ino, path.stat().st_size)
+            for path in self.results.rglob("*")
+            if path.is_file() and not (name := str(path.relative_to(self.results))).startswith(JOURNALS)
+        }
+
+    def _logs(self) -> str:
+        return "".join(f"\n== {path}\n{path.read_text()[-2000:]}" for path in self.results.glob("logs/**/*.log"))

@@ -1,0 +1,282 @@
+"""What goes wrong ends in a message that names it; the other stages go on; nothing half-written is believed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from runs import REPOSITORY, Workflow
+from safetensors.torch import load_file, save_file
+
+from layerproof.files import sha256
+from layerproof.records import Record
+from models import save
+
+pytestmark = pytest.mark.workflow
+
+STAGES = ["embed", "layer_000", "layer_001", "layer_002", "norm", "lm_head"]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """A small model and a finished run of the shipped port on it."""
+    directory = tmp_path_factory.mktemp("healthy")
+    save("minimax_m2", directory / "model")
+    return make(directory)
+
+
+def make(directory):
+    (directory / "ids.json").write_text(json.dumps([list(range(3, 20)), [5, 9, 2, 40, 41]]))
+    workflow = Workflow(
+        directory, model={"checkpoint": "model"}, inputs={"prompts": None, "token_ids": "ids.json"}, chains=["0-2"]
+    )
+    workflow.run()
+    return workflow
+
+
+@pytest.fixture
+def workflow(healthy, tmp_path):
+    """A copy of the finished run, to be broken."""
+    shutil.copytree(healthy.directory, tmp_path / "copy", symlinks=True)
+    copy = Workflow.__new__(Workflow)
+    copy.directory, copy.results, copy.config = tmp_path / "copy", tmp_path / "copy/results", dict(healthy.config)
+    return copy
+
+
+def verdicts(workflow):
+    return json.loads((workflow.results / "verdicts.json").read_text())
+
+
+def statuses(workflow):
+    return {stage: entry["status"] for stage, entry in verdicts(workflow)["stages"].items()}
+
+
+def reason(workflow, stage):
+    return verdicts(workflow)["stages"][stage]["reason"]
+
+
+def in_report(workflow, text):
+    import html
+
+    return text in html.unescape((workflow.results / "report.html").read_text())
+
+
+def digests(workflow):
+    """Digest of every result that does not state times."""
+    return {
+        str(path.relative_to(workflow.results)): sha256(path)
+        for folder in ("golden", "port", "chain", "compare", "weights", "plots")
+        for path in (workflow.results / folder).rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("verb", "output"),
+    [
+        ("weights", "weights/layer_001.json"),
+        ("golden", "golden/layer_001.h5"),
+        ("port", "port/layer_001.h5"),
+        ("port", "chain/0-2/layer_001.h5"),
+        ("compare", "compare/layer_001.json"),
+        ("plot-stage", "plots/layer_001.svg"),
+        ("report", "report.html"),
+    ],
+)
+def test_killed_job_runs_again_to_the_same_result(workflow, verb, output):
+    before = digests(workflow)
+    (workflow.results / output).unlink()
+    process = subprocess.Popen(workflow.command(), **workflow.options())
+    killed = kill_when_seen(process, f"layerproof {verb} results/{output.split('/layer_001')[0]}")
+    process.communicate()
+    assert killed and process.returncode != 0
+    workflow.run()
+    assert digests(workflow) == before
+    assert not list(workflow.results.rglob("*.tmp"))
+    assert workflow.run().started == 0
+
+
+def kill_when_seen(process, words):
+    """Kills the job whose command line begins with these words, once it has imported something and is at work."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            try:
+                line = " ".join(child.cmdline())
+                if words in line and "python" in child.name() and child.cpu_times().user > 0.05:
+                    child.kill()
+                    return True
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(0.005)
+    return False
+
+
+def test_everything_killed_resumes_after_unlock(workflow):
+    before = digests(workflow)
+    (workflow.results / "port/layer_002.h5").unlink()
+    process = subprocess.Popen(workflow.command(), start_new_session=True, **workflow.options())
+    deadline = time.monotonic() + 60
+    while "layerproof port" not in " ".join(
+        " ".join(child.cmdline()) for child in psutil.Process(process.pid).children(recursive=True)
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert workflow.run("--unlock").returncode == 0
+    workflow.run()
+    assert digests(workflow) == before
+
+
+def change_tensor(workflow, name, change):
+    """Rewrites the shard that holds a tensor; `change` returns None to leave the tensor out."""
+    for shard in (workflow.directory / "model").glob("*.safetensors"):
+        tensors = load_file(shard)
+        if name in tensors:
+            changed = change(tensors.pop(name))
+            save_file(tensors | ({} if changed is None else {name: changed}), shard, metadata={"format": "pt"})
+            return shard.name
+    raise AssertionError(name)
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+AFTER_LAYER_1 = {"layer_002": "missing", "norm": "missing", "lm_head": "missing"}
+
+
+def test_missing_tensor(workflow):
+    shard = change_tensor(workflow, EXPERT, lambda tensor: None)
+    workflow.run()
+    assert statuses(workflow) == {"embed": "pass", "layer_000": "pass", "layer_001": "error"} | AFTER_LAYER_1
+    assert shard in reason(workflow, "layer_001") and EXPERT in reason(workflow, "layer_001")
+    assert EXPERT in reason(workflow, "lm_head"), "what is missing says what it waits for"
+    assert in_report(workflow, EXPERT)
+    gate = subprocess.run(
+        [sys.executable, "-m", "layerproof", "gate"],
+        cwd=workflow.directory,
+        env=os.environ | {"PYTHONPATH": "workflow"},
+    )
+    assert gate.returncode == 2
+    # put right again, the stages that waited run
+    shutil.rmtree(workflow.directory / "model")
+    save("minimax_m2", workflow.directory / "model")
+    workflow.run()
+    assert set(statuses(workflow).values()) == {"pass"}
+
+
+def test_wrong_shape(workflow):
+    change_tensor(workflow, EXPERT, lambda tensor: tensor[:, :-1].contiguous())
+    workflow.run()
+    assert statuses(workflow) == {"embed": "pass", "layer_000": "pass", "layer_001": "error"} | AFTER_LAYER_1
+    assert "layer_001" in reason(workflow, "layer_001")
+
+
+def test_nan_weights_fail_where_they_are(workflow):
+    def spoil(tensor):
+        tensor[0, 0] = float("nan")
+        return tensor
+
+    change_tensor(workflow, "model.layers.1.self_attn.v_proj.weight", spoil)
+    workflow.run()
+    found = statuses(workflow)
+    assert found["embed"] == found["layer_000"] == "pass"
+    assert found["layer_001"] == "fail" and "error" not in found.values() and "missing" not in found.values()
+
+
+def test_truncated_shard(workflow):
+    shard = change_tensor(workflow, EXPERT, lambda tensor: tensor)
+    path = workflow.directory / "model" / shard
+    path.write_bytes(path.read_bytes()[:-100])
+    workflow.run()
+    assert "error" in statuses(workflow).values()
+    assert any(shard in (entry["reason"] or "") for entry in verdicts(workflow)["stages"].values())
+    assert (workflow.results / "report.html").exists()
+
+
+def test_extra_tensor_is_told_and_harmless(workflow):
+    before = digests(workflow)
+    for shard in sorted((workflow.directory / "model").glob("*.safetensors"))[:1]:
+        save_file(load_file(shard) | {"rotary.of.the.past": torch.ones(3)}, shard, metadata={"format": "pt"})
+    workflow.run()
+    assert digests(workflow) == before
+    assert "rotary.of.the.past: is in the checkpoint, but no stage loads it" in workflow.log("weights")
+    assert set(statuses(workflow).values()) == {"pass"}
+
+
+def port_of(workflow, *replacements):
+    source = (REPOSITORY / "workflow/ports/minimax_m2.py").read_text()
+    for old, new in replacements:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (workflow.directory / "port.py").write_text(source)
+    workflow.configure(port={"module": "port.py"})
+
+
+def test_faulty_stages_of_a_port(workflow):
+    """It raises on layer 0, returns another shape on layer 1, and hands over too few taps on layer 2."""
+    port_of(
+        workflow,
+        (
+            "        return Layer(config, dtype)\n",
+            "        layer = Layer(config, dtype)\n        layer.index = stage.layer\n        return layer\n",
+        ),
+        (
+            "        return x + self.moe(self.post_attention_norm(x))\n",
+            "        if self.index == 0:\n            raise IndexError('no such head')\n"
+            "        return (x + self.moe(self.post_attention_norm(x)))[:, :, : -1 if self.index == 1 else None]\n",
+        ),
+        ('    "attn.v": "attention.v_proj",\n', ""),
+    )
+    workflow.run()
+    found = verdicts(workflow)["stages"]
+    assert {stage: entry["status"] for stage, entry in found.items()} == {
+        **{"embed": "pass", "layer_000": "error", "layer_001": "fail", "layer_002": "pass"},
+        **{"norm": "pass", "lm_head": "pass"},
+    }
+    assert "IndexError" in found["layer_000"]["reason"] and "port.py" in found["layer_000"]["reason"]
+    assert "shape" in found["layer_001"]["reason"] and "63" in found["layer_001"]["reason"]
+    assert found["layer_002"]["isolated"]["taps"]["attn.v"]["status"] == "missing"
+    assert verdicts(workflow)["overall"] == "error"
+    assert in_report(workflow, "no such head") and in_report(workflow, "attn.v")
+
+
+def test_port_with_a_syntax_error(workflow):
+    port_of(workflow, ("def rotate(x: torch.Tensor", "def rotate(x torch.Tensor"))
+    workflow.run()
+    assert set(statuses(workflow).values()) == {"error"}
+    line = (workflow.directory / "port.py").read_text()[
+        : (workflow.directory / "port.py").read_text().index("def rotate(")
+    ]
+    assert f"port.py: line {line.count(chr(10)) + 1}" in reason(workflow, "layer_000")
+
+
+def test_disk_full(workflow):
+    """A limit on the size of files stands in for a full disk: the same error from the same call, without a mount."""
+    record = Record.read(workflow.results / "records/golden/layer_001.json")
+    output = workflow.results / "golden/layer_001.h5"
+    output.unlink()
+    import shlex
+
+    command = [sys.executable, *shlex.split(record.run["command"])[1:]]
+    script = f"ulimit -f 64; export PYTHONPATH=workflow; {shlex.join(command)}"
+    outcome = subprocess.run(["bash", "-c", script], cwd=workflow.directory, capture_output=True, text=True)
+    assert "golden/layer_001.h5: cannot be written" in outcome.stderr and "Traceback" not in outcome.stderr
+    assert not list(workflow.results.rglob("*.tmp"))
+    workflow.run("-n")
+    workflow.run()
+    assert set(statuses(workflow).values()) == {"pass"}
+
+
+def test_empty_prompts(workflow):
+    (workflow.directory / "empty.txt").write_text("\n \n")
+    workflow.configure(inputs={"prompts": "empty.txt", "token_ids": None})
+    outcome = workflow.run(check=False)
+    assert outcome.returncode != 0
+    assert "empty.txt: holds no prompt" in workflow.log("tokens") and "Traceback" not in workflow.log("tokens")
+    assert "empty.txt: holds no prompt" in outcome.text

@@ -1,0 +1,233 @@
+"""After an edit, exactly those jobs run that the edit touches: none too many, none missing.
+
+One workflow lives through the whole table. A job counts as run if it replaced its output; jobs that Snakemake may start
+and that return at once do not. The model has a dense layer 0 and two MoE layers.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import REPOSITORY, Workflow
+from safetensors.torch import load_file, save_file
+
+from models import save
+
+pytestmark = pytest.mark.workflow
+
+STAGES = ["embed", "layer_000", "layer_001", "layer_002", "norm", "lm_head"]
+MOE = ["layer_001", "layer_002"]
+LAYERS = ["layer_000", *MOE]
+FROM_1 = STAGES[2:]
+TELLING = {"verdicts.json", "plots/map.svg", "plots/depth.svg", "report.html", "manifest.json"}
+
+
+def golden(stages):
+    return {f"golden/{stage}.h5" for stage in stages}
+
+
+def isolated(stages):
+    return {f"port/{stage}.h5" for stage in stages}
+
+
+def chained(stages):
+    return {f"chain/all/{stage}.h5" for stage in stages}
+
+
+def compared(stages):
+    return {f"compare/{stage}.json" for stage in stages} | {"compare/chain/all.json"}
+
+
+def plotted(stages):
+    return {f"plots/{stage}.svg" for stage in stages}
+
+
+EVERYTHING = {
+    *("tokens.json", *TELLING),
+    *(f"weights/{stage}.json" for stage in STAGES),
+    *golden(STAGES),
+    *isolated(STAGES),
+    *chained(STAGES),
+    *compared(STAGES),
+    *plotted(STAGES),
+}
+
+
+@pytest.fixture(scope="module")
+def workflow(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("invalidation")
+    save("qwen3_moe", directory / "model")
+    shutil.copy(REPOSITORY / "tests/ports/qwen3_moe.py", directory / "port.py")
+    (directory / "ids.json").write_text(json.dumps([list(range(3, 20)), [5, 9, 2, 40, 41]]))
+    workflow = Workflow(
+        directory,
+        model={"checkpoint": "model"},
+        inputs={"prompts": None, "token_ids": "ids.json"},
+        port={"module": "port.py", "options": {"level": 1}},
+    )
+    assert run(workflow) == EVERYTHING
+    verdicts = json.loads((workflow.results / "verdicts.json").read_text())
+    assert verdicts["overall"] == "pass", json.dumps(verdicts, indent=1)[:4000]
+    return workflow
+
+
+def run(workflow, *arguments):
+    return set(workflow.run(*arguments, target="all").made)
+
+
+def started(workflow):
+    return workflow.run(target="all").started
+
+
+def test_nothing_changed(workflow):
+    outcome = workflow.run(target="all")
+    assert outcome.started == 0 and not outcome.made
+    assert "Nothing to be done" in outcome.text
+
+
+def test_touched_files(workflow):
+    for path in [
+        *workflow.directory.glob("*"),
+        *workflow.directory.rglob("workflow/**/*"),
+        *workflow.results.rglob("*"),
+    ]:
+        if ".snakemake" not in path.parts:
+            os.utime(path)
+    assert run(workflow) <= {"manifest.json"}
+    assert started(workflow) == 0
+
+
+def test_comments_docstrings_and_formatting(workflow):
+    workflow.edit(
+        "port.py",
+        (
+            '"""Softmax over all experts, then the top ones, normalised."""',
+            '"""Another docstring."""\n    # and a comment',
+        ),
+        ("def rotate(x, positions, theta):", "def rotate(\n    x,\n    positions,\n    theta,\n):"),
+    )
+    workflow.edit("workflow/layerproof/compare.py", ('"""Compares the two sides', '"""Now compares the two sides'))
+    assert started(workflow) == 0
+
+
+def test_router_edited(workflow):
+    workflow.edit("port.py", ("logits.float().softmax(-1)", "logits.float().mul(1.5).softmax(-1)"))
+    assert run(workflow) == {
+        *isolated(MOE),
+        *chained(FROM_1),
+        *compared(MOE),
+        *plotted(MOE),
+        *TELLING,
+    } | compared(FROM_1) - {f"compare/{stage}.json" for stage in ("norm", "lm_head")}
+
+
+def test_attention_edited_with_equal_results_reruns_the_layers_and_stops_there(workflow):
+    workflow.edit("port.py", (".softmax(-1).to(x.dtype)", ".softmax(dim=-1).to(x.dtype)"))
+    assert run(workflow) - {"manifest.json"} == {*isolated(LAYERS), *chained(LAYERS)}
+
+
+def test_attention_edited(workflow):
+    workflow.edit("port.py", ("* dim**-0.5", "* dim**-0.25"))
+    assert run(workflow) == {
+        *isolated(LAYERS),
+        *chained(STAGES[1:]),
+        *compared(LAYERS),
+        *plotted(LAYERS),
+        *TELLING,
+    }
+
+
+def test_helper_of_the_norm_edited(workflow):
+    workflow.edit("port.py", ("return x * 1.0", "return x * 1.01"))
+    assert run(workflow) == {
+        *isolated(["norm"]),
+        *chained(["norm", "lm_head"]),
+        *compared(["norm"]),
+        *plotted(["norm"]),
+        *TELLING,
+    }
+
+
+def test_one_tensor_of_layer_2_changed(workflow):
+    changed = False
+    for shard in (workflow.directory / "model").glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in tensors:
+            if name == "model.layers.2.self_attn.o_proj.weight":
+                tensors[name][0, 0] += 1
+                changed = True
+        save_file(tensors, shard, metadata={"format": "pt"})
+    assert changed
+    after = ["layer_002", "norm", "lm_head"]
+    assert run(workflow) == {
+        "weights/layer_002.json",
+        *golden(after),
+        *isolated(after),
+        *chained(after),
+        *compared(after),
+        *plotted(after),
+        *TELLING,
+    }
+
+
+def test_one_prompt_added(workflow):
+    (workflow.directory / "ids.json").write_text(json.dumps([list(range(3, 20)), [5, 9, 2, 40, 41], [60, 61]]))
+    assert run(workflow) == EVERYTHING - {f"weights/{stage}.json" for stage in STAGES}
+
+
+def test_compare_edited(workflow):
+    workflow.edit(
+        "workflow/layerproof/metrics.py",
+        ("CLOSE_ABSOLUTE, CLOSE_RELATIVE = 1e-3,", "CLOSE_ABSOLUTE, CLOSE_RELATIVE = 2e-3,"),
+    )
+    made = run(workflow)
+    assert made >= compared(STAGES)
+    assert not made & (golden(STAGES) | isolated(STAGES) | chained(STAGES))
+
+
+def test_report_template_edited(workflow):
+    workflow.edit("workflow/layerproof/templates/report.html.j2", ("</body>", "<!-- edited --></body>"))
+    assert run(workflow) == {"report.html", "manifest.json"}
+
+
+def test_option_of_the_port_changed(workflow):
+    workflow.configure(port={"options": {"level": 2}})
+    made = run(workflow)
+    assert made == {*isolated(STAGES), *chained(STAGES), "report.html", "manifest.json"}
+
+
+def test_golden_forced_with_equal_result(workflow):
+    assert run(workflow, "--forcerun", "results/golden/layer_001.h5") - {"manifest.json"} == golden(["layer_001"])
+    assert "up to date" in workflow.log("port/layer_002")
+    assert started(workflow) == 0
+
+
+def test_result_deleted(workflow):
+    (workflow.results / "port/layer_001.h5").unlink()
+    assert run(workflow) - {"manifest.json"} == isolated(["layer_001"])
+    (workflow.results / "golden/layer_002.h5").unlink()
+    assert run(workflow) - {"manifest.json"} == golden(["layer_002"])
+    (workflow.results / "report.html").unlink()
+    assert run(workflow) == {"report.html", "manifest.json"}
+
+
+@pytest.mark.parametrize(
+    "name", ["golden/layer_001.h5", "port/layer_001.h5", "chain/all/norm.h5", "compare/embed.json"]
+)
+def test_result_corrupted(workflow, name):
+    path = workflow.results / name
+    content = path.read_bytes()
+    damaged = bytearray(content)
+    damaged[len(content) // 2] ^= 1
+    path.write_bytes(bytes(damaged))
+    assert run(workflow) - {"manifest.json"} == {name}
+    assert path.read_bytes() == content
+    assert started(workflow) == 0
+
+
+def test_any_target_alone(workflow):
+    for target in ("results/compare/layer_001.json", "results/port/norm.h5", "results/archive/alone.zip"):
+        assert workflow.run(target=target).returncode == 0
+    assert Path(workflow.results / "archive/alone.zip").exists()

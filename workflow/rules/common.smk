@@ -1,0 +1,99 @@
+# config.yaml -> CONFIG (checked), the stages, and what every job's parameters are made of.
+
+import json
+import os
+import secrets
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
+
+from layerproof import stages
+from layerproof.config import DEFAULT_CHECKPOINT, resolve
+from layerproof.errors import UserError
+from layerproof.files import canonical_json
+from layerproof.jobs import package_versions
+from layerproof.records import Stamps
+
+LIBRARY = shlex.quote(os.path.join(workflow.basedir, "workflow"))
+shell.executable("bash")
+shell.prefix(
+    # USE_TORCH_XLA: accelerate would start the XLA runtime in golden jobs, which have no use for it.
+    f"set -euo pipefail; export PYTHONPATH={LIBRARY}${{{{PYTHONPATH:+:$PYTHONPATH}}}} USE_TORCH_XLA=0; "
+)
+
+try:
+    CONFIG = resolve(config)
+except UserError as error:
+    sys.exit(f"error: {error}")
+
+SETTINGS = CONFIG.resolved
+CHECKPOINT = CONFIG.checkpoint
+STAGES = CONFIG.stages
+ALL_STAGES = stages.all_stages(CONFIG.num_layers)
+CHAINS = CONFIG.chains
+PACKAGES = package_versions()
+containers = {side: f"containers/{side}.sif" for side in ("golden", "port", "cpu")}
+
+
+wildcard_constraints:
+    stage="|".join(ALL_STAGES),
+    run=r"[A-Za-z0-9._-]+",
+
+
+STAMPS = Stamps(Path("results/records"), Path(".layerproof/stamps"))
+FORCED = secrets.token_hex(8)
+
+
+def is_forced(rule_name, output):
+    """Whether this call of snakemake was told to run a job whatever its state (-F, -R, -f)."""
+    asked = workflow.dag_settings
+    named = {rule_name, output}
+    return workflow.is_main_process and (
+        asked.forceall
+        or bool(named & {str(name) for name in asked.forcerun})
+        or (asked.forcetargets and bool(named & {str(name) for name in asked.targets}))
+    )
+
+
+def job_name(output):
+    """What a job is called by its record: results/port/layer_003.h5 is made by port/layer_003."""
+    return str(Path(output).relative_to("results").with_suffix(""))
+
+
+def stamp(rule_name, output):
+    """Changes when a job has to run for a reason that Snakemake does not see (records.py)."""
+    return FORCED if is_forced(rule_name, output) else STAMPS.value(job_name(output))
+
+
+def stamp_file(output, spec):
+    """An input that is newer than the output when the job has to run with these settings."""
+    job = job_name(output)
+    return STAMPS.file(job, json.loads(spec)) if workflow.is_main_process else str(STAMPS.files / job)
+
+
+def spec(*packages, **settings):
+    """Canonical JSON of what a job's output depends on besides its files: Snakemake reruns the job when it changes."""
+    versions = {name: PACKAGES[name] for name in packages if name in PACKAGES}
+    return canonical_json({**settings, "packages": versions})
+
+
+def previous_golden(stage):
+    """The golden file that feeds a stage, in a list; nothing feeds embed."""
+    previous = stages.previous_stage(stage, CONFIG.num_layers)
+    return [f"results/golden/{previous}.h5"] if previous else []
+
+
+def chain_files(pattern, chain):
+    return expand(pattern, chain=chain, stage=CHAINS[chain])
+
+
+def chain_stamp_files(chain):
+    outputs = chain_files("results/chain/{chain}/{stage}.h5", chain)
+    return [stamp_file(output, port_spec(chain=chain)) for output in outputs]
+
+
+def chain_stamps(chain):
+    """One stamp for each stage: of a chain only the stages that changed, and those that they reach, run again."""
+    return [stamp(f"chain_{chain}", f"results/chain/{chain}/{stage}.h5") for stage in CHAINS[chain]]

@@ -1,0 +1,29 @@
+# results/weights/STAGE.json, results/tokens.json, results/golden/PREVIOUS.h5 -> results/golden/STAGE.h5
+
+
+rule golden_stage:
+    """One stage of the trusted model on its own trajectory, and its fp32 truth from the same input."""
+    input:
+        weights="results/weights/{stage}.json",
+        tokens=rules.tokens.output.tokens,
+        config=CONFIG_JSON,
+        previous=lambda wildcards: previous_golden(wildcards.stage),
+        stamp=lambda wildcards: stamp_file(f"results/golden/{wildcards.stage}.h5", golden_stage_spec(wildcards)),
+    output:
+        tensors=update("results/golden/{stage}.h5"),
+        record=update("results/records/golden/{stage}.json"),
+    log:
+        "results/logs/golden/{stage}.log",
+    benchmark:
+        "results/benchmarks/golden/{stage}.tsv"
+    container:
+        containers["golden"]
+    resources:
+        gpu=1,
+    params:
+        spec=golden_stage_spec,
+        stamp=lambda wildcards: stamp("golden_stage", f"results/golden/{wildcards.stage}.h5"),
+    shell:
+        "python -m layerproof golden {output.tensors:q} --weights {input.weights:q}"
+        " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
+        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"

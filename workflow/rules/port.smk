@@ -1,0 +1,63 @@
+# results/weights/STAGE.json, results/tokens.json, results/golden/PREVIOUS.h5 -> results/port/STAGE.h5
+# the same for the first stage of a chain -> results/chain/A-B/STAGE.h5
+
+
+rule port_stage:
+    """One stage of the port, fed with the golden input of that stage."""
+    input:
+        weights="results/weights/{stage}.json",
+        tokens=rules.tokens.output.tokens,
+        config=CONFIG_JSON,
+        previous=lambda wildcards: previous_golden(wildcards.stage),
+        stamp=lambda wildcards: stamp_file(f"results/port/{wildcards.stage}.h5", port_stage_spec(wildcards)),
+    output:
+        tensors=update("results/port/{stage}.h5"),
+        record=update("results/records/port/{stage}.json"),
+    log:
+        "results/logs/port/{stage}.log",
+    benchmark:
+        "results/benchmarks/port/{stage}.tsv"
+    container:
+        containers["port"]
+    resources:
+        neuron=1,
+    params:
+        spec=port_stage_spec,
+        stamp=lambda wildcards: stamp("port_stage", f"results/port/{wildcards.stage}.h5"),
+    shell:
+        "python -m layerproof port {output.tensors:q} --weights {input.weights:q}"
+        " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
+        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+
+
+# One rule for each chain, because Snakemake cannot tell a rule's set of outputs from a wildcard. (A variable named chain
+# would hide the one of Snakemake's own, whose globals these are.)
+for chain_name in CHAINS:
+
+    rule:
+        name:
+            f"chain_{chain_name}"
+        input:
+            weights=expand("results/weights/{stage}.json", stage=CHAINS[chain_name]),
+            tokens=rules.tokens.output.tokens,
+            config=CONFIG_JSON,
+            previous=previous_golden(CHAINS[chain_name][0]),
+            stamps=lambda wildcards, chain_name=chain_name: chain_stamp_files(chain_name),
+        output:
+            tensors=update(chain_files("results/chain/{chain}/{stage}.h5", chain_name)),
+            records=update(chain_files("results/records/chain/{chain}/{stage}.json", chain_name)),
+        log:
+            f"results/logs/chain/{chain_name}.log",
+        benchmark:
+            f"results/benchmarks/chain/{chain_name}.tsv"
+        container:
+            containers["port"]
+        resources:
+            neuron=1,
+        params:
+            spec=port_spec(chain=chain_name),
+            stamps=lambda wildcards, chain_name=chain_name: chain_stamps(chain_name),
+        shell:
+            "python -m layerproof port {output.tensors:q} --weights {input.weights:q}"
+            " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
+            " --spec {params.spec:q} --stamp {params.stamps} --record {output.records:q} > {log:q} 2>&1"

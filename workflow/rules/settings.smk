@@ -1,0 +1,81 @@
+# What the output of each job depends on besides its files, as canonical JSON: the settings and package versions that it
+# uses and no others, so that a change of config.yaml runs only the jobs it concerns.
+
+
+def checkpoint_spec(wildcards):
+    return spec("torch", "transformers", "tokenizers", seed=SETTINGS["model"]["seed"])
+
+
+def weights_spec(wildcards):
+    return spec(
+        "transformers",
+        checkpoint_dir=CHECKPOINT,
+        trust_remote_code=SETTINGS["model"]["trust_remote_code"],
+    )
+
+
+def tokens_spec(wildcards):
+    return spec(
+        "transformers",
+        "tokenizers",
+        checkpoint_dir=CHECKPOINT,
+        inputs=SETTINGS["inputs"],
+        trust_remote_code=SETTINGS["model"]["trust_remote_code"],
+    )
+
+
+def golden_stage_spec(wildcards):
+    return spec(
+        "torch",
+        "transformers",
+        stage=wildcards.stage,
+        checkpoint_dir=CHECKPOINT,
+        trust_remote_code=SETTINGS["model"]["trust_remote_code"],
+        compared=wildcards.stage in STAGES,
+        **SETTINGS["golden"],
+    )
+
+
+def port_spec(**settings):
+    return spec(
+        "torch",
+        "torch-xla",
+        *(["transformers"] if SETTINGS["port"]["backend"] == "transformers" else []),
+        checkpoint_dir=CHECKPOINT,
+        trust_remote_code=SETTINGS["model"]["trust_remote_code"],
+        **SETTINGS["port"],
+        **settings,
+    )
+
+
+def port_stage_spec(wildcards):
+    return port_spec()
+
+
+def compare_stage_spec(wildcards):
+    return spec("numpy", "h5py", stage=wildcards.stage, limit=SETTINGS["compare"]["limit"])
+
+
+def compare_chain_spec(wildcards):
+    return spec(
+        "numpy",
+        "h5py",
+        chain=wildcards.chain,
+        stages=CHAINS[wildcards.chain],
+    )
+
+
+def verdicts_spec(wildcards):
+    return spec()
+
+
+def plot_stage_spec(wildcards):
+    return spec("matplotlib")
+
+
+def plot_model_spec(wildcards):
+    return spec("matplotlib")
+
+
+def report_spec(wildcards):
+    return spec("transformers", "torch", "torch-xla", config=SETTINGS)
