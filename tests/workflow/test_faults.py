@@ -1,5 +1,6 @@
 """What goes wrong ends in a message that names it; the other stages go on; nothing half-written is believed."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -106,27 +107,33 @@ def kill_when_seen(process, words):
     """Kills the job whose command line begins with these words, once it has imported something and is at work."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            try:
-                line = " ".join(child.cmdline())
-                if words in line and "python" in child.name() and child.cpu_times().user > 0.05:
+        for child in running(process, words):
+            # A child that ends while it is looked at is no longer the one to kill.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "python" in child.name() and child.cpu_times().user > 0.05:
                     child.kill()
                     return True
-            except psutil.NoSuchProcess:
-                continue
         time.sleep(0.005)
     return False
+
+
+def running(process, words):
+    """Descendants of a process whose command line holds these words."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
+                found += [child] if words in " ".join(child.cmdline()) else []
+    return found
 
 
 def test_everything_killed_resumes_after_unlock(workflow):
     before = digests(workflow)
     (workflow.results / "port/layer_002.h5").unlink()
     process = subprocess.Popen(workflow.command(), start_new_session=True, **workflow.options())
-    deadline = time.monotonic() + 60
-    while "layerproof port" not in " ".join(
-        " ".join(child.cmdline()) for child in psutil.Process(process.pid).children(recursive=True)
-    ):
-        assert time.monotonic() < deadline
+    deadline = time.monotonic() + 120
+    while not running(process, "layerproof port"):
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

@@ -31,6 +31,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 STARTED = time.time()
+STAR = "*"
+"""What `from module import *` is bound as."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -235,26 +237,67 @@ def _add_closure(path: Path, local: str, entries: set[str]) -> None:
     module = _module_at(path)
     for node in source.nodes(local):
         parts = _parts(node, local)
-        for name in {name for part in parts for name in _names(part)} & source.bindings.keys():
+        used = {name for part in parts for name in _names(part)}
+        for name in used & source.bindings.keys():
             _add_closure(path, f"={name}", entries)
+        if module is not None:
+            _add_starred(module, source, used - source.bindings.keys(), entries)
         for part in parts:
+            here = dict(vars(module)) if module is not None else {}
             for statement in ast.walk(part):
                 if local and isinstance(statement, ast.ImportFrom) and module is not None:
                     _add_imported(module, statement, local, entries)
-            for base, attribute in _attributes(part):
-                target = getattr(module, base, None)
-                if isinstance(target, ModuleType):
-                    _add_binding(target, attribute, entries)
+                if isinstance(statement, ast.Import):
+                    here |= _imported_modules(statement)
+                elif isinstance(statement, ast.ImportFrom) and module is not None:
+                    target = _target(module, statement)
+                    here |= {alias.asname or alias.name: getattr(target, alias.name, None) for alias in statement.names}
+            for chain in _attributes(part):
+                _add_attribute(here, chain, entries)
+
+
+def _add_starred(module: ModuleType, source: _Source, names: set[str], entries: set[str]) -> None:
+    """Adds names that a module does not bind itself but has from `from ... import *`."""
+    for statement in source.bindings.get(STAR, []) if names else []:
+        assert isinstance(statement, ast.ImportFrom)
+        target = _target(module, statement)
+        filename = getattr(target, "__file__", None)
+        if target is None or not filename or not _is_own(filename):
+            continue
+        starred = _parse(Path(filename))
+        for name in names & starred.bindings.keys():
+            _add_closure(Path(filename), f"={name}", entries)
+        _add_starred(target, starred, names - starred.bindings.keys(), entries)
+
+
+def _imported_modules(statement: ast.Import) -> dict[str, ModuleType | None]:
+    """Module by the local name that `import a.b` (`a`) or `import a.b as c` (`c`) binds."""
+    names = ((alias.asname or alias.name.split(".")[0], alias) for alias in statement.names)
+    return {name: sys.modules.get(alias.name if alias.asname else name) for name, alias in names}
+
+
+def _add_attribute(here: Mapping[str, Any], chain: tuple[str, ...], entries: set[str]) -> None:
+    """Adds what `pkg.mod.NAME` stands for, if all before the last name are modules."""
+    target = here.get(chain[0])
+    for name in chain[1:-1]:
+        target = getattr(target, name, None) if isinstance(target, ModuleType) else None
+    if isinstance(target, ModuleType):
+        _add_binding(target, chain[-1], entries)
 
 
 def _add_imported(module: ModuleType, statement: ast.ImportFrom, local: str, entries: set[str]) -> None:
     """Adds what a statement imports: in a function all of it, else what makes the entry's binding."""
-    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
-    parents = package.split(".")[: len(package.split(".")) - statement.level + 1] if statement.level else []
-    target = sys.modules.get(".".join([*parents, *([statement.module] if statement.module else [])]))
+    target = _target(module, statement)
     for alias in statement.names:
         if target is not None and (local == f"={alias.asname or alias.name}" or not local.startswith("=")):
             _add_binding(target, alias.name, entries)
+
+
+def _target(module: ModuleType, statement: ast.ImportFrom) -> ModuleType | None:
+    """The module that `from ... import` in a module reads."""
+    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
+    parents = package.split(".")[: len(package.split(".")) - statement.level + 1] if statement.level else []
+    return sys.modules.get(".".join([*parents, *([statement.module] if statement.module else [])]))
 
 
 def _add_binding(module: ModuleType, name: str, entries: set[str]) -> None:
@@ -279,12 +322,17 @@ def _names(node: ast.AST) -> set[str]:
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
-def _attributes(node: ast.AST) -> set[tuple[str, str]]:
-    return {
-        (child.value.id, child.attr)
-        for child in ast.walk(node)
-        if isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name)
-    }
+def _attributes(node: ast.AST) -> set[tuple[str, ...]]:
+    """Dotted names in a syntax tree, each as its parts: of `a.b.c` both `(a, b)` and `(a, b, c)`."""
+    chains = set()
+    for child in ast.walk(node):
+        parts: list[str] = []
+        while isinstance(child, ast.Attribute):
+            parts.append(child.attr)
+            child = child.value
+        if parts and isinstance(child, ast.Name):
+            chains.add((child.id, *reversed(parts)))
+    return chains
 
 
 def _parts(node: Any, local: str) -> list[ast.AST]:
