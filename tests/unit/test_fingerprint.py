@@ -436,6 +436,7 @@ TELLING = {
     "syntax error": ("other", "HIDDEN = 110", "HIDDEN = (", "other::in_other"),
 }
 
+
 @pytest.mark.parametrize("edit", NEUTRAL.values(), ids=NEUTRAL)
 def test_edit_that_changes_no_behaviour(package, edit):
     own = package()

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from layerproof import manifest
+from layerproof import fingerprint, manifest
 from layerproof.errors import UserError
+from layerproof.files import sha256
 from layerproof.records import Record, described
 
 CONFIG = {"model": {"checkpoint": "results/checkpoint"}, "compare": {"limit": 1.5}}
 CODE = "workflow/layerproof/stages.py"
+FUNCTION = f"{CODE}::all_stages"
 
 
 @pytest.fixture
@@ -27,6 +29,11 @@ def results(tmp_path, monkeypatch):
         "weights/embed.json": json.dumps({"digest": "d" * 64}),
         "weights/norm.json": json.dumps({"error": "norm: shard is gone."}),
         "logs/golden/embed.log": "done",
+        "logs/chain/all.log": "done",
+        "benchmarks/golden/embed.tsv": "s\n1.5",
+        "chain/all/embed.h5": "chained",
+        "golden/layer_009.h5": "left by a run of more layers",
+        "logs/golden/layer_009.log": "done then",
         "logs/manifest.log": "being written",
         "archive/old.zip": "older",
         "README.md": "ships with the repository",
@@ -35,18 +42,24 @@ def results(tmp_path, monkeypatch):
         (results / name).parent.mkdir(parents=True, exist_ok=True)
         (results / name).write_text(text)
     Path("prompts.txt").write_text("Once")
-    Path("model-1.safetensors").write_text("weights")
-    record = Record(
-        verb="golden",
-        spec={"stage": "embed", "dtype": "bfloat16"},
-        stamp="new",
-        inputs={"prompts.txt": "a" * 64, "model-1.safetensors": "b" * 64, "results/verdicts.json": "c" * 64},
-        outputs=described([results / "golden/embed.h5"]),
-        code={f"{CODE}::all_stages": "e" * 64, f"{CODE}::=EMBED": "f" * 64},
-        error=None,
-        run={"wall_s": 1.5, "command": ["golden"]},
-    )
-    record.write(results / "records/golden/embed.json")
+    code = {FUNCTION: fingerprint.current(FUNCTION)}
+    for job, inputs, outputs in (
+        ("golden/embed", ["prompts.txt"], ["golden/embed.h5"]),
+        ("golden/layer_009", ["results/golden/embed.h5"], ["golden/layer_009.h5"]),
+        ("chain/all/embed", ["results/golden/embed.h5"], ["chain/all/embed.h5"]),
+        ("verdicts", ["results/golden/embed.h5", "results/chain/all/embed.h5"], ["verdicts.json"]),
+        ("report", ["results/verdicts.json"], ["report.html"]),
+    ):
+        Record(
+            verb=job.partition("/")[0],
+            spec={"job": job},
+            stamp="new",
+            inputs={name: sha256(Path(name)) for name in inputs},
+            outputs=described([results / name for name in outputs]),
+            code=code,
+            error=None,
+            run={"wall_s": 1.5, "command": [job]},
+        ).write(results / f"records/{job}.json")
     manifest.write(results / "manifest.json", {"config": CONFIG})
     return results
 
@@ -68,17 +81,25 @@ def test_an_unchanged_run_passes(results, capsys):
 
 
 def test_every_file_of_the_run_is_listed_with_its_digest(results):
-    outputs = content(results)["outputs"]
-    assert set(outputs) == {
+    listed = content(results)
+    assert set(listed["outputs"]) == {
         "report.html",
         "verdicts.json",
         "golden/embed.h5",
+        "chain/all/embed.h5",
+        "logs/golden/embed.log",
+        "logs/chain/all.log",
+        "benchmarks/golden/embed.tsv",
+        *(f"records/{job}.json" for job in ("golden/embed", "chain/all/embed", "verdicts", "report")),
+    }
+    assert set(listed["others"]) == {
+        "golden/layer_009.h5",
+        "logs/golden/layer_009.log",
+        "records/golden/layer_009.json",
         "weights/embed.json",
         "weights/norm.json",
-        "logs/golden/embed.log",
-        "records/golden/embed.json",
-    }
-    for name, entry in outputs.items():
+    }, "what the report does not rest on is no part of the run, and is watched all the same"
+    for name, entry in (listed["outputs"] | listed["others"]).items():
         data = (results / name).read_bytes()
         assert entry == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
@@ -86,25 +107,50 @@ def test_every_file_of_the_run_is_listed_with_its_digest(results):
 def test_the_facts_of_each_job_are_told(results):
     written = content(results)
     assert written["config"] == CONFIG
+    assert set(written["jobs"]) == {"golden/embed", "chain/all/embed", "verdicts", "report"}
     job = written["jobs"]["golden/embed"]
-    assert job["verb"] == "golden" and job["settings"] == {"stage": "embed", "dtype": "bfloat16"}
-    assert job["inputs"]["prompts.txt"] == "a" * 64
+    assert job["verb"] == "golden" and job["settings"] == {"job": "golden/embed"}
+    assert job["inputs"] == {"prompts.txt": hashlib.sha256(b"Once").hexdigest()}
     assert job["outputs"] == {"results/golden/embed.h5": hashlib.sha256(b"golden").hexdigest()}
-    assert job["functions"] == 2 and job["error"] is None
-    assert job["wall_s"] == 1.5 and job["command"] == ["golden"]
+    assert job["functions"] == 1 and job["error"] is None
+    assert job["wall_s"] == 1.5 and job["command"] == ["golden/embed"]
     assert written["checkpoint"] == {"embed": "d" * 64, "norm": "norm: shard is gone."}
-    assert set(written["inputs"]) == {"prompts.txt", "model-1.safetensors"}, "what is not under results/"
+    assert set(written["inputs"]) == {"prompts.txt"}, "what is not under results/"
     assert written["inputs"]["prompts.txt"]["sha256"] == hashlib.sha256(b"Once").hexdigest()
-    assert written["code"] == {CODE: manifest._describe(manifest.REPOSITORY / CODE)}
+    assert set(written["code"]) == {CODE}
     assert written["packages"]["numpy"] and written["host"]["python"] and set(written["git"]) == {"commit", "dirty"}
 
 
-def test_other_code_of_a_job_is_another_digest(results):
-    before = content(results)["jobs"]["golden/embed"]["code"]
-    path = results / "records/golden/embed.json"
-    path.write_text(path.read_text().replace("e" * 64, "0" * 64))
+def edit_record(results, job, old, new):
+    path = results / f"records/{job}.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
     manifest.write(results / "manifest.json", {"config": CONFIG})
-    assert content(results)["jobs"]["golden/embed"]["code"] != before
+
+
+def test_other_code_of_a_job_is_another_digest(results):
+    before = content(results)
+    edit_record(results, "golden/embed", fingerprint.current(FUNCTION), "0" * 64)
+    assert content(results)["jobs"]["golden/embed"]["code"] != before["jobs"]["golden/embed"]["code"]
+    assert content(results)["code"][CODE] != before["code"][CODE]
+
+
+def test_code_that_is_not_what_ran_is_not_archived(results):
+    edit_record(results, "golden/embed", fingerprint.current(FUNCTION), "0" * 64)
+    with pytest.raises(UserError, match=rf"changed: {FUNCTION} \(1 in all\)"):
+        manifest.archive(results / "manifest.json", results / "archive/run.zip")
+
+
+def test_an_input_that_is_not_what_was_read_is_not_archived(results):
+    Path("prompts.txt").write_text("Twice")
+    with pytest.raises(UserError, match=r"changed: prompts\.txt \(1 in all\)"):
+        manifest.archive(results / "manifest.json", results / "archive/run.zip")
+
+
+def test_no_manifest_without_a_report(results):
+    (results / "records/report.json").unlink()
+    with pytest.raises(UserError, match=r"^results/records/report\.json: is not there\. Run snakemake"):
+        manifest.write(results / "manifest.json", {"config": CONFIG})
 
 
 @pytest.mark.parametrize(
@@ -112,12 +158,10 @@ def test_other_code_of_a_job_is_another_digest(results):
     [
         (lambda results: (results / "report.html").write_text("<h1>PASS</h1>"), "changed: report.html"),
         (lambda results: (results / "golden/embed.h5").write_text("goldeN"), "changed: golden/embed.h5"),
+        (lambda results: (results / "golden/layer_009.h5").write_text("goldeN"), "changed: golden/layer_009.h5"),
         (lambda results: (results / "golden/embed.h5").unlink(), "missing: golden/embed.h5"),
         (lambda results: (results / "golden/norm.h5").write_text("new"), "added: golden/norm.h5"),
-        (
-            lambda results: (results / "records/golden/embed.json").write_text("{}"),
-            "changed: records/golden/embed.json",
-        ),
+        (lambda results: (results / "logs/chain/all.log").write_text("new"), "changed: logs/chain/all.log"),
     ],
 )
 def test_what_changed_is_found_and_not_archived(results, capsys, change, problem):
@@ -174,11 +218,12 @@ def repacked(archive, change):
     return archive
 
 
-def test_an_archive_holds_all_but_weights_and_verifies_anywhere(results, archive, capsys, tmp_path):
+def test_an_archive_holds_the_run_and_verifies_anywhere(results, archive, capsys, tmp_path):
     with zipfile.ZipFile(archive) as file:
         held = {name: file.read(name) for name in file.namelist()}
     files = {f"results/{name}": results / name for name in [*content(results)["outputs"], "manifest.json"]}
     files |= {f"code/{CODE}": manifest.REPOSITORY / CODE, "inputs/prompts.txt": Path("prompts.txt")}
+    assert json.loads(held.pop("archive.json"))["files"].keys() == files.keys()
     assert held == {name: path.read_bytes() for name, path in files.items()}
     elsewhere = archive.rename(tmp_path / "elsewhere.zip")
     (results / "report.html").unlink()
@@ -219,10 +264,10 @@ def test_an_archive_with_a_damaged_byte_is_found(archive, capsys):
         lambda path: path.write_bytes(path.read_bytes()[:-30]),
         lambda path: path.write_bytes(b"no zip"),
         lambda path: path.unlink(),
-        lambda path: repacked(path, lambda members: members.pop("results/manifest.json")),
-        lambda path: repacked(path, lambda members: members.update({"results/manifest.json": b"{"})),
+        lambda path: repacked(path, lambda members: members.pop("archive.json")),
+        lambda path: repacked(path, lambda members: members.update({"archive.json": b"{"})),
     ],
-    ids=["cut", "no zip", "gone", "no manifest", "broken manifest"],
+    ids=["cut", "no zip", "gone", "no contents", "broken contents"],
 )
 def test_an_unusable_archive_is_told_in_one_line(archive, damage):
     damage(archive)

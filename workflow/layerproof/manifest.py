@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import platform
 import subprocess
@@ -14,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from layerproof import fingerprint
 from layerproof.errors import UserError
 from layerproof.files import digest_of, read_json, replacing, sha256, write_json
 from layerproof.fingerprint import REPOSITORY
@@ -22,6 +24,8 @@ from layerproof.records import Record
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+CONTENTS = "archive.json"
+"""In an archive: every other file in it, with digest and size."""
 APART = ("archive/", "logs/archive/", "logs/manifest.log", "README.md", MANIFEST)
 """Not listed: what is written after the manifest or by it, and what ships with the repository."""
 
@@ -29,18 +33,18 @@ APART = ("archive/", "logs/archive/", "logs/manifest.log", "README.md", MANIFEST
 def write(output: Path, spec: Mapping[str, Any]) -> None:
     """Writes results/manifest.json: config, versions, commit, hardware, every job with its inputs, and every file.
 
-    `outputs` are the files under results/ and `inputs` what the jobs read from elsewhere, by path with digest and size.
-    `digest` is that of all the rest.
+    `jobs` are those that the report rests on, found from record to record; `outputs` are their files under results/,
+    `inputs` what they read from elsewhere, by path with digest and size. `others` are the rest of results/, such as what
+    a run with other settings left. `code` has for each source file the digest of the functions that ran. `digest` is that
+    of all the rest.
+
+    Raises:
+        UserError: if the report has no record.
     """
     results = output.parent
-    records = {
-        str(path.relative_to(results / "records")).removesuffix(".json"): Record.read(path)
-        for path in sorted((results / "records").rglob("*.json"))
-    }
-    jobs = {name: _job(record) for name, record in records.items() if record is not None}
-    outputs = {name: _describe(results / name) for name in _files(results)}
-    elsewhere = {path for job in jobs.values() for path in job["inputs"] if not Path(path).is_relative_to(results)}
-    code = {entry.partition("::")[0] for record in records.values() if record for entry in record.code}
+    jobs = _jobs_behind_report(results)
+    outputs = _outputs(results, jobs)
+    elsewhere = {path for job in jobs.values() for path in job.inputs if not Path(path).is_relative_to(results)}
     content = {
         "schema_version": SCHEMA_VERSION,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -48,13 +52,50 @@ def write(output: Path, spec: Mapping[str, Any]) -> None:
         "git": git_state(),
         "host": {"name": platform.node(), "platform": platform.platform(), "python": sys.version.split()[0]},
         "packages": package_versions(),
-        "jobs": jobs,
+        "jobs": {name: _job(record) for name, record in jobs.items()},
         "inputs": {path: _describe(Path(path)) for path in sorted(elsewhere) if Path(path).exists()},
         "checkpoint": _checkpoint(results),
-        "code": {path: _describe(REPOSITORY / path) for path in sorted(code) if (REPOSITORY / path).exists()},
-        "outputs": outputs,
+        "code": {path: digest_of(functions) for path, functions in _code(jobs).items()},
+        "outputs": {name: _describe(results / name) for name in outputs},
+        "others": {name: _describe(results / name) for name in _files(results) if name not in outputs},
     }
     write_json(output, {**content, "digest": digest_of(content)})
+
+
+def _jobs_behind_report(results: Path) -> dict[str, Record]:
+    """Records by job, of the report and of every job whose output a job behind it read."""
+    paths = sorted((results / "records").rglob("*.json"))
+    read = ((str(path.relative_to(results / "records").with_suffix("")), Record.read(path)) for path in paths)
+    records = {name: record for name, record in read if record is not None}
+    if "report" not in records:
+        raise UserError(f"{results}/records/report.json: is not there. Run snakemake --cores 1 {results}/report.html.")
+    makers = {output: name for name, record in records.items() for output in record.outputs}
+    behind: set[str] = set()
+    waiting = ["report"]
+    while waiting:
+        name = waiting.pop()
+        if name not in behind:
+            behind.add(name)
+            waiting += [makers[path] for path in records[name].inputs if path in makers]
+    return {name: record for name, record in records.items() if name in behind}
+
+
+def _outputs(results: Path, jobs: Mapping[str, Record]) -> list[str]:
+    """Outputs, records, logs and benchmarks of these jobs that are there, relative to results/."""
+    made = {str(Path(path).relative_to(results)) for record in jobs.values() for path in record.outputs}
+    made |= {f"records/{name}.json" for name in jobs}
+    # The stages of a chain have one log: results/logs/chain/all.log is of the jobs chain/all/STAGE.
+    logged = {str(part) for name in jobs for part in (Path(name), Path(name).parent)}
+    made |= {f"{folder}/{name}{end}" for name in logged for folder, end in (("logs", ".log"), ("benchmarks", ".tsv"))}
+    return [name for name in _files(results) if name in made]
+
+
+def _code(jobs: Mapping[str, Record]) -> dict[str, list[tuple[str, str]]]:
+    """The functions that these jobs ran, with their fingerprints, by source file."""
+    files: dict[str, list[tuple[str, str]]] = {}
+    for entry, recorded in sorted({item for record in jobs.values() for item in record.code.items()}):
+        files.setdefault(entry.partition("::")[0], []).append((entry, recorded))
+    return files
 
 
 def _job(record: Record) -> dict[str, Any]:
@@ -100,32 +141,39 @@ def _git(*arguments: str) -> str:
 
 
 def archive(manifest: Path, output: Path) -> None:
-    """Packs the manifest, every file that it lists under results/, and the code and inputs that are not weights.
+    """Packs the manifest, the files that the report rests on, and the code and inputs that they were made from.
 
     Raises:
-        UserError: if a file was changed or removed since the manifest was written; what the archive holds is what ran.
+        UserError: if a file was changed or removed since the manifest was written, or code since it ran, other than in
+            comments and formatting: what the archive holds is what ran.
     """
     results = manifest.parent
     listed = _read(manifest)
-    sources = {REPOSITORY / path: f"code/{path.lstrip('/')}" for path in listed["code"]}
-    sources |= {Path(path): f"inputs/{path.lstrip('/')}" for path in listed["inputs"] if _is_packed(path)}
-    digests = {REPOSITORY / path: entry["sha256"] for path, entry in listed["code"].items()}
-    digests |= {Path(path): entry["sha256"] for path, entry in listed["inputs"].items()}
+    code = _code(_jobs_behind_report(results))
     problems = _problems(results, listed)
-    problems += [f"changed: {path}" for path in sources if not path.exists() or sha256(path) != digests[path]]
+    problems += [
+        f"changed: {path}" for path in listed["inputs"] if _differs(Path(path), listed["inputs"][path]["sha256"])
+    ]
+    problems += [
+        f"changed: {entry}"
+        for entry, recorded in itertools.chain.from_iterable(code.values())
+        if fingerprint.current(entry) != recorded
+    ]
     if problems:
         renew = "snakemake --cores 1 --forcerun manifest -- results/manifest.json"
         raise UserError(f"{manifest}: {problems[0]} ({len(problems)} in all). Renew it: {renew}")
+    packed = {f"results/{name}": results / name for name in (MANIFEST, *listed["outputs"])}
+    packed |= {f"code/{path.lstrip('/')}": REPOSITORY / path for path in code if (REPOSITORY / path).exists()}
+    packed |= {f"inputs/{path.lstrip('/')}": Path(path) for path in listed["inputs"]}
+    content = {"schema_version": SCHEMA_VERSION, "files": {name: _describe(path) for name, path in packed.items()}}
     with replacing(output) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file:
-        for name in [MANIFEST, *listed["outputs"]]:
-            file.write(results / name, f"results/{name}")
-        for path, name in sources.items():
+        file.writestr(CONTENTS, json.dumps({**content, "digest": digest_of(content)}, indent=1))
+        for name, path in packed.items():
             file.write(path, name)
 
 
-def _is_packed(path: str) -> bool:
-    """Whether an archive holds this input; weights are too large for it."""
-    return not path.endswith(".safetensors")
+def _differs(path: Path, digest: str) -> bool:
+    return not path.exists() or sha256(path) != digest
 
 
 def verify(path: Path) -> int:
@@ -161,26 +209,21 @@ def _checked(content: Any, where: Path) -> dict[str, Any]:
 
 def _problems(results: Path, listed: Mapping[str, Any]) -> list[str]:
     present = _files(results)
-    outputs = listed["outputs"]
+    files = listed["outputs"] | listed["others"]
     return [
-        *(f"missing: {name}" for name in outputs if name not in present),
-        *(f"added: {name}" for name in present if name not in outputs),
-        *(f"changed: {n}" for n in outputs if n in present and sha256(results / n) != outputs[n]["sha256"]),
+        *(f"missing: {name}" for name in files if name not in present),
+        *(f"added: {name}" for name in present if name not in files),
+        *(f"changed: {n}" for n in files if n in present and _differs(results / n, files[n]["sha256"])),
     ]
 
 
 def _archive_problems(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as file:
-            listed = _checked(json.loads(file.read(f"results/{MANIFEST}")), path)
-            wanted = {f"results/{name}": entry for name, entry in listed["outputs"].items()}
-            wanted |= {f"code/{name.lstrip('/')}": entry for name, entry in listed["code"].items()}
-            wanted |= {
-                f"inputs/{name.lstrip('/')}": entry for name, entry in listed["inputs"].items() if _is_packed(name)
-            }
-            present = set(file.namelist())
+            wanted = _checked(json.loads(file.read(CONTENTS)), path)["files"]
+            present = set(file.namelist()) - {CONTENTS}
             problems = [f"missing: {name}" for name in wanted if name not in present]
-            problems += [f"added: {name}" for name in sorted(present - wanted.keys() - {f"results/{MANIFEST}"})]
+            problems += [f"added: {name}" for name in sorted(present - wanted.keys())]
             for name in sorted(present & wanted.keys()):
                 try:
                     same = hashlib.sha256(file.read(name)).hexdigest() == wanted[name]["sha256"]

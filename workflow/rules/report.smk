@@ -33,9 +33,9 @@ rule plot_model:
         plots=update(["results/plots/map.svg", "results/plots/depth.svg"]),
         record=update("results/records/plots/map.json"),
     log:
-        "results/logs/plots/model.log",
+        "results/logs/plots/map.log",
     benchmark:
-        "results/benchmarks/plots/model.tsv"
+        "results/benchmarks/plots/map.tsv"
     container:
         containers["cpu"]
     params:
