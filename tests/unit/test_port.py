@@ -1,9 +1,12 @@
 """A port stage on XLA: right where the port is right, clear where it is not."""
 
+from pathlib import Path
+
 import pytest
 from test_golden import TOKENS, stream
 
 from layerproof import checkpoint, compare, metrics, port, tensors
+from layerproof.errors import StageError
 from layerproof.stages import all_stages, previous_stage
 from models import CONFIGS, save
 
@@ -63,3 +66,73 @@ def test_shipped_port_passes_and_compiles_once_a_kind(tmp_path):
     assert len({fact["kind"] for fact in facts.values()}) == 4
     by_stage = {stage: fact["compilations"] for stage, fact in facts.items()}
     assert by_stage["layer_000"] > 0 and by_stage["layer_001"] == by_stage["layer_002"] == 0
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    """A small MiniMax-M2 and its golden stages."""
+    directory = tmp_path_factory.mktemp("golden")
+    save("minimax_m2", directory / "model")
+    stream(directory / "model", directory)
+    return directory
+
+
+def run_edited(golden, tmp_path, old, new):
+    """Reason of every tap of layer 1 that does not pass, with a line of the shipped port replaced."""
+    source = Path(SETTINGS["module"]).read_text()
+    assert source.count(old) == 1, old
+    (tmp_path / "edited.py").write_text(source.replace(old, new))
+    settings = SETTINGS | {"module": str(tmp_path / "edited.py")}
+    run(golden / "model", golden, tmp_path, settings, ["layer_001"])
+    return failures(golden, tmp_path, "layer_001")
+
+
+MOE_OUT = "        return x + self.moe(self.post_attention_norm(x))\n"
+
+
+def then(statement):
+    """The end of the shipped layer, with a statement between the MoE and the return."""
+    return f"        out = x + self.moe(self.post_attention_norm(x))\n        {statement}\n        return out\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("x[0, 0, 0]", "shape"),
+        ("x[0, 0]", "shape"),
+        ("x.flatten(0, 1)", "shape"),
+        ("torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))", "shape"),
+        ("x.to(torch.float8_e4m3fn)", "R is"),
+        ("x.double()", "R is"),
+        ("x.to(torch.int16)", "is int64 where"),
+        ("x.to(torch.uint8)", "is int64 where"),
+        ("x > 0", "is bool where"),
+        ("x[:0]", "shape"),
+    ],
+)
+def test_a_tap_of_any_shape_and_dtype_ends_as_a_verdict(golden, tmp_path, value, reason):
+    failed = run_edited(golden, tmp_path, MOE_OUT, then(f'tap("mlp.out", {value})'))
+    assert failed.keys() == {"mlp.out"} and reason in failed["mlp.out"]
+
+
+def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):
+    choice = 'tap("router.choice", choice.sort(-1).values.int())'
+    assert run_edited(golden, tmp_path, choice, choice.replace("int()", "to(torch.uint8)")) == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"attn.v": "attention.v_proj"', '"attn.v": "attention"', None),
+        (MOE_OUT, then('tap("mlp.out", (x, x))'), 'tap "mlp.out": is a tuple, not a tensor. Write tap'),
+        (MOE_OUT, then('tap("mlp.sum", x)'), 'tap "mlp.sum": is not a canonical name. The names are'),
+        (MOE_OUT, "        return (x, None)\n", "layer_001: the port returns tuple, not one tensor"),
+    ],
+)
+def test_what_is_no_tap_is_told(golden, tmp_path, old, new, message):
+    if message is None:
+        assert run_edited(golden, tmp_path, old, new).keys() == {"attn.v"}
+        return
+    with pytest.raises(StageError) as error:
+        run_edited(golden, tmp_path, old, new)
+    assert message in str(error.value)

@@ -33,7 +33,8 @@ from torch import nn
 from layerproof import checkpoint, distributed, tensors
 from layerproof.errors import StageError
 from layerproof.files import digest_of
-from layerproof.stages import layer_of
+from layerproof.metrics import STORAGE
+from layerproof.stages import EMBED, layer_of
 from layerproof.taps import OUT, collecting, in_order, tap
 from layerproof.tokens import Tokens
 
@@ -117,19 +118,15 @@ def make_stage(
         StageError: if the port fails on this stage, or taps change its output.
     """
     compiled = _compilations()
-    device = runner.environment.device
-    ids = torch.from_numpy(runner.tokens.ids).to(device)
-    valid = torch.from_numpy(runner.tokens.valid).to(device)
-    x = None if stage_input is None else tensors.to_torch(stage_input).to(device)
-    prepare = _prepare_port if runner.settings["backend"] == "xla" else _prepare_transformers
-    forward, kind = prepare(runner, stage, description, x, ids, valid)
+    job = _Job.on_device(runner, stage, description, stage_input)
+    forward, kind = (_prepare_port if runner.module else _prepare_transformers)(job)
     with torch.no_grad():
         plain = _on_host(forward(False))
         tapped = _on_host(forward(True))
     change = _relative_change(plain[OUT], tapped[OUT])
     if change > 2**-8:
         raise StageError(f"{stage}: taps change the stage's output (relative L2 {change:.2g}); they cannot be trusted.")
-    taps = {name: tensors.to_array(tensor) for name, tensor in (tapped | plain).items()}
+    taps = {name: tensors.to_array(_storable(tensor)) for name, tensor in (tapped | plain).items()}
     facts = {"device": runner.environment.hardware, "kind": kind, "taps_change_output": change}
     tensors.write(
         output,
@@ -140,67 +137,75 @@ def make_stage(
     return {**facts, "compilations": _compilations() - compiled}
 
 
-def _prepare_port(
-    runner: Runner,
-    name: str,
-    description: Mapping[str, Any],
-    x: torch.Tensor | None,
-    ids: torch.Tensor,
-    valid: torch.Tensor,
-) -> tuple[Forward, str]:
-    port = runner.module
+@dataclass(frozen=True)
+class _Job:
+    """One stage to run: `x` is its input in the port's dtype, token ids for `embed`; the tensors are on the device."""
+
+    runner: Runner
+    stage: str
+    description: Mapping[str, Any]
+    dtype: torch.dtype
+    ids: torch.Tensor
+    valid: torch.Tensor
+    x: torch.Tensor
+
+    @classmethod
+    def on_device(
+        cls, runner: Runner, stage: str, description: Mapping[str, Any], stage_input: tensors.Tensor | None
+    ) -> _Job:
+        device = runner.environment.device
+        dtype = getattr(torch, runner.settings["dtype"])
+        ids = torch.from_numpy(runner.tokens.ids).to(device)
+        valid = torch.from_numpy(runner.tokens.valid).to(device)
+        x = ids if stage_input is None else tensors.to_torch(stage_input).to(device).to(dtype)
+        return cls(runner, stage, description, dtype, ids, valid, x)
+
+
+def _prepare_port(job: _Job) -> tuple[Forward, str]:
+    port = job.runner.module
     assert port is not None
-    dtype = getattr(torch, runner.settings["dtype"])
-    config = checkpoint.read_config(runner.directory)
-    stage = Stage(name, layer_of(name), config, dtype, runner.settings["options"])
+    config = checkpoint.read_config(job.runner.directory)
+    stage = Stage(job.stage, layer_of(job.stage), config, job.dtype, job.runner.settings["options"])
     module = port.build(stage).eval()
-    state = port.convert(stage, checkpoint.read_tensors(runner.directory, description))
+    state = port.convert(stage, checkpoint.read_tensors(job.runner.directory, job.description))
     try:
         module.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        raise StageError(f"{name}: convert() and build() disagree: {' '.join(str(error).split())}") from error
+        raise StageError(f"{job.stage}: convert() and build() disagree: {' '.join(str(error).split())}") from error
     left = [key for key, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
     if left:
-        raise StageError(f"{name}: {', '.join(left)} has no value after loading. Make it in build() or in convert().")
-    module.to(x.device if x is not None else ids.device)
-    positions = torch.arange(ids.shape[1]).to(ids.device)
-    model_input = ids if x is None else x.to(dtype)
+        raise StageError(
+            f"{job.stage}: {', '.join(left)} has no value after loading. Make it in build() or in convert()."
+        )
+    module.to(job.x.device)
+    positions = torch.arange(job.ids.shape[1]).to(job.ids.device)
 
     def forward(with_taps: bool) -> Taps:
         with collecting() as taps, _module_taps(module, getattr(port, "TAPS", {}) if with_taps else {}):
-            output = module(model_input, positions, valid)
+            output = module(job.x, positions, job.valid)
         if not isinstance(output, torch.Tensor):
-            raise StageError(f"{name}: the port returns {type(output).__name__}, not one tensor.")
+            raise StageError(f"{job.stage}: the port returns {type(output).__name__}, not one tensor.")
         return (taps if with_taps else {}) | {OUT: output}
 
-    return forward, _kind(module, model_input)
+    return forward, _kind(module, job.x)
 
 
-def _prepare_transformers(
-    runner: Runner,
-    name: str,
-    description: Mapping[str, Any],
-    x: torch.Tensor | None,
-    ids: torch.Tensor,
-    valid: torch.Tensor,
-) -> tuple[Forward, str]:
+def _prepare_transformers(job: _Job) -> tuple[Forward, str]:
     """The unmodified transformers stage. Only its experts run in a form of fixed shape, which compilers need."""
     from layerproof.static_experts import STATIC_EXPERTS, register
     from layerproof.transformers_stage import run_stage, stage_module
 
     register()
-    dtype = getattr(torch, runner.settings["dtype"])
-    model = checkpoint.meta_model(
-        runner.directory, runner.settings["trust_remote_code"], dtype, experts_implementation=STATIC_EXPERTS
-    )
-    checkpoint.load_stage(model, name, runner.directory, description, torch.device("cpu"))
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(ids.device))
-    model_input = None if x is None else x.to(dtype)
+    directory, trust = job.runner.directory, job.runner.settings["trust_remote_code"]
+    model = checkpoint.meta_model(directory, trust, job.dtype, experts_implementation=STATIC_EXPERTS)
+    checkpoint.load_stage(model, job.stage, directory, job.description, torch.device("cpu"))
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(job.ids.device))
+    stage_input = None if job.stage == EMBED else job.x
 
     def forward(with_taps: bool) -> Taps:
-        return run_stage(model, name, model_input, ids, valid, with_taps)
+        return run_stage(model, job.stage, stage_input, job.ids, job.valid, with_taps)
 
-    return forward, _kind(stage_module(model, name), ids if model_input is None else model_input)
+    return forward, _kind(stage_module(model, job.stage), job.x)
 
 
 @contextlib.contextmanager
@@ -215,11 +220,20 @@ def _module_taps(module: nn.Module, taps: Mapping[str, str]) -> Iterator[None]:
             handle.remove()
 
 
-def _hook(name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
-    def hand_over(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+def _hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def hand_over(module: nn.Module, args: Any, output: Any) -> None:
         tap(name, output)
 
     return hand_over
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that files hold: small integers and fp8 in wider ones, complex numbers as pairs."""
+    if str(tensor.dtype).removeprefix("torch.") in STORAGE:
+        return tensor
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
 def _on_host(taps: Taps) -> Taps:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from layerproof.errors import StageError
+
 if TYPE_CHECKING:
     import torch
 
@@ -49,10 +51,14 @@ def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Hands `tensor` over under a canonical name if the run collects taps, and returns it unchanged.
 
     Raises:
-        ValueError: if the name is not canonical.
+        StageError: if the name is not canonical or it stands for no tensor.
     """
     if name not in SHAPES:
-        raise ValueError(f'"{name}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
+        raise StageError(f'tap "{name}": is not a canonical name. The names are {", ".join(SHAPES)}.')
+    if not hasattr(tensor, "dtype"):
+        raise StageError(
+            f'tap "{name}": is a {type(tensor).__name__}, not a tensor. Write tap("{name}", tensor) inside forward.'
+        )
     collected = _collected.get()
     if collected is not None:
         collected[name] = tensor
