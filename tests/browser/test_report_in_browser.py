@@ -48,7 +48,9 @@ def written(request, tmp_path_factory):
     plots.plot_depth(comparisons, chains, images["depth"])
     verdicts = reports.collect(comparisons, chains)
     page = directory / "report.html"
-    page.write_text(report.render(TEMPLATE, verdicts, comparisons, chains, images, reports.CONFIG), encoding="utf-8")
+    page.write_text(
+        report.render(TEMPLATE, verdicts, comparisons, chains, images, [], reports.CONFIG), encoding="utf-8"
+    )
     headline = report.verdict_sentences(verdicts, comparisons, chains, reports.LIMIT)[0]
     return page, headline, {one["stage"]: one["status"] for one in comparisons}
 

@@ -140,8 +140,17 @@ def test_port_without_its_output_is_missing(stage):
 def test_port_without_a_choice(stage):
     del stage.choices["port"]
     result = stage.write().compare()
-    assert result["routing"] is None and result["taps"]["router.choice"]["status"] == "missing"
+    assert result["routing"]["flips"] is None and result["taps"]["router.choice"]["status"] == "missing"
     assert result["status"] == "pass"
+
+
+def test_flip_of_the_golden_is_left_out_without_a_choice_of_the_port(stage):
+    del stage.choices["port"]
+    stage.choices["golden"][0, 4] = [0, 2]
+    stage.golden["out"][0, 4] += 3
+    result = stage.write().compare()
+    assert result["routing"]["left_out"] == 1
+    assert result["taps"]["out"]["R"] > 0.5, "the golden's flip must not count as noise"
 
 
 def test_tap_of_the_port_alone_is_no_tap(stage):

@@ -39,7 +39,7 @@ def stream(directory, results):
     """Every stage by the golden's jobs, as the workflow calls them."""
     layers = checkpoint.num_layers(checkpoint.read_config(directory))
     stages = all_stages(layers)
-    descriptions = checkpoint.describe_stages(directory, stages, trust_remote_code=False)
+    descriptions, _ = checkpoint.describe_stages(directory, stages, trust_remote_code=False)
     for stage in stages:
         previous = previous_stage(stage, layers)
         golden.make_stage(
@@ -111,7 +111,7 @@ def test_experts_stay_bf16_in_the_truth(tmp_path, monkeypatch):
 def test_every_stage_loads_only_its_own_tensors(tmp_path):
     save("minimax_m2", tmp_path / "model")
     stages = all_stages(3)
-    descriptions = checkpoint.describe_stages(tmp_path / "model", stages, trust_remote_code=False)
+    descriptions, _ = checkpoint.describe_stages(tmp_path / "model", stages, trust_remote_code=False)
     model = checkpoint.meta_model(tmp_path / "model", False, torch.bfloat16)
     checkpoint.load_stage(model, "layer_001", tmp_path / "model", descriptions["layer_001"], torch.device("cpu"))
     parts = checkpoint.parts_of(model)

@@ -27,6 +27,7 @@ def results(tmp_path, monkeypatch):
         "verdicts.json": "{}",
         "golden/embed.h5": "golden",
         "weights/embed.json": json.dumps({"digest": "d" * 64}),
+        "weights/unused.json": "[]",
         "weights/norm.json": json.dumps({"error": "norm: shard is gone."}),
         "logs/golden/embed.log": "done",
         "logs/chain/all.log": "done",
@@ -98,6 +99,7 @@ def test_every_file_of_the_run_is_listed_with_its_digest(results):
         "records/golden/layer_009.json",
         "weights/embed.json",
         "weights/norm.json",
+        "weights/unused.json",
     }, "what the report does not rest on is no part of the run, and is watched all the same"
     for name, entry in (listed["outputs"] | listed["others"]).items():
         data = (results / name).read_bytes()

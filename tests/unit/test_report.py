@@ -19,9 +19,9 @@ def sentences(comparisons, chains=()):
     return report.verdict_sentences(reports.collect(comparisons, chains), comparisons, chains, reports.LIMIT)
 
 
-def render(comparisons, chains=(), plots=None, **config):
+def render(comparisons, chains=(), plots=None, unused=(), **config):
     verdicts = reports.collect(comparisons, chains)
-    return report.render(TEMPLATE, verdicts, comparisons, chains, plots or {}, reports.CONFIG | config)
+    return report.render(TEMPLATE, verdicts, comparisons, chains, plots or {}, unused, reports.CONFIG | config)
 
 
 def words(html):
@@ -199,6 +199,25 @@ def test_flipped_experts_are_told_with_their_margins():
     assert "chooses other experts than the truth for 2 of 10 tokens" in text
     assert "1 is a near-tie and excused: the noise explains margins up to 0.00816, the largest is 0.281." in text
     assert "Taps after the router leave out 1 token whose experts were nearly tied (layer_000)." in text
+
+
+def test_an_unknown_choice_of_the_port_is_told():
+    comparison = reports.compared("layer_000")
+    port = dict.fromkeys(("flips", "excused", "noise_margin", "largest_margin"))
+    comparison["routing"] = {"tokens": 10, "golden_flips": 1, "left_out": 1, **port}
+    text = words(render([comparison]))
+    assert "choice of experts is not known" in text and "leave 1 token out" in text
+
+
+def test_tensors_that_no_stage_loads_are_told():
+    comparisons, chains = reports.good()
+    assert "by no stage" not in words(render(comparisons, chains))
+    text = words(render(comparisons, chains, unused=["model.mtp.weight"]))
+    assert "1 tensor is in the checkpoint and loaded by no stage: model.mtp.weight." in text
+    text = words(render(comparisons, chains, unused=[f"mtp.{index}" for index in range(7)]))
+    assert (
+        "7 tensors are in the checkpoint and loaded by no stage: mtp.0, mtp.1, mtp.2, mtp.3, mtp.4 and 2 more" in text
+    )
 
 
 def test_equal_runs_make_equal_pages():

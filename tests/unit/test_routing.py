@@ -114,6 +114,24 @@ def test_flip_of_the_golden_does_not_excuse_the_same_flip_of_the_port():
     assert stage.compare().reason() is not None
 
 
+@pytest.mark.parametrize("unknown", ["port", "selection"])
+def test_flip_of_the_golden_is_left_out_though_the_choice_of_the_port_is_not_known(unknown):
+    stage = Stage(gap=0.5)
+    stage.golden[0, 1] = [2, 0]
+    stage.golden[0, 2] = [1, 0]
+    routing = compare_choices(
+        None if unknown == "port" else choice(stage.port),
+        choice(stage.golden),
+        choice(stage.truth),
+        None if unknown == "selection" else floats(stage.golden_selection),
+        None if unknown == "selection" else floats(stage.selection),
+        stage.valid,
+    )
+    assert routing.left_out.tolist() == [[False, True, False, False]]
+    summary = routing.summary()
+    assert summary["golden_flips"] == summary["left_out"] == 1 and summary["flips"] is summary["excused"] is None
+
+
 def test_padding_does_not_count():
     stage = Stage(gap=0.5)
     stage.port[0, 3] = [5, 5]
@@ -146,7 +164,7 @@ def test_other_shape_or_dtype_is_left_to_the_tap(port):
     stage = Stage()
     selection = floats(stage.selection)
     routing = compare_choices(port, choice(stage.golden), choice(stage.truth), selection, selection, stage.valid)
-    assert routing is None
+    assert not routing.compared and routing.reason() is None and not routing.flips.any()
 
 
 def test_another_width_of_integers_is_no_difference():

@@ -32,19 +32,18 @@ def make_weights(args: argparse.Namespace) -> None:
     # A shard may be hundreds of gigabytes: its time and size tell whether to read it, its content what has changed.
     files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in args.inputs if path.exists()]
 
-    def work() -> dict[str, Any]:
+    *stages, unused = args.outputs
+
+    def work() -> None:
         from layerproof.checkpoint import describe_stages
 
-        by_stage = {output.stem: output for output in args.outputs}
-        described = describe_stages(directory, list(by_stage), args.spec["trust_remote_code"])
-        unused: list[str] = []
-        for stage, output in by_stage.items():
-            unused = described[stage].pop("unused")  # of the whole checkpoint: no stage has to run again for it
-            if not output.exists() or read_json(output) != described[stage]:
-                write_json(output, described[stage])
-        for name in unused:
+        trust = args.spec["trust_remote_code"]
+        by_stage, left = describe_stages(directory, [output.stem for output in stages], trust)
+        for output, content in [*((output, by_stage[output.stem]) for output in stages), (unused, left)]:
+            if not output.exists() or read_json(output) != content:
+                write_json(output, content)
+        for name in left:
             print(f"{name}: is in the checkpoint, but no stage loads it")
-        return {"unused": unused}
 
     jobs.run(_job(args, (), files=files), work)
 
@@ -210,12 +209,13 @@ def make_report(args: argparse.Namespace) -> None:
             comparisons,
             list(map(read_json, args.chains)),
             {path.stem: path for path in args.plots},
+            read_json(args.unused),
             args.spec["config"],
         )
         write_text(output, html)
 
     # Not the records: they hold times, which are no reason to write the report again.
-    inputs = [args.template, args.verdicts, *args.comparisons, *args.chains, *args.plots]
+    inputs = [args.template, args.verdicts, args.unused, *args.comparisons, *args.chains, *args.plots]
     jobs.run(_job(args, inputs), work)
 
 
@@ -268,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
             "--record", nargs="+", type=Path, required=True, help="where to keep what each job was run with"
         )
         for file in files:
-            one = file in ("tokens", "config", "template", "verdicts")
+            one = file in ("tokens", "config", "template", "verdicts", "unused")
             verb.add_argument(f"--{file}", type=Path, required=one, **({} if one else {"nargs": "*", "default": []}))
 
     job_verb("checkpoint", make_checkpoint, "Makes the default checkpoint, a small MiniMax-M2.", "inputs")
@@ -301,7 +301,7 @@ def parser() -> argparse.ArgumentParser:
         "report",
         make_report,
         "Writes the report.",
-        *("template", "verdicts", "comparisons", "chains", "plots", "records"),
+        *("template", "verdicts", "unused", "comparisons", "chains", "plots", "records"),
     )
 
     verb = verbs.add_parser("manifest", help="Lists every file of results/ with its digest.")

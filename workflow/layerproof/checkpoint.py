@@ -213,12 +213,14 @@ def assign_stages(model: PreTrainedModel, names: Sequence[str]) -> tuple[dict[st
     return by_stage, unused
 
 
-def describe_stages(directory: Path, stages: Sequence[str], trust_remote_code: bool) -> dict[str, dict[str, Any]]:
-    """What each stage reads from the checkpoint, for results/weights/STAGE.json.
+def describe_stages(
+    directory: Path, stages: Sequence[str], trust_remote_code: bool
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What each stage reads from the checkpoint, for results/weights/STAGE.json, and tensors that no stage loads.
 
-    Returns by stage `{"digest", "tensors": {name: {"file", "parameter", "dtype", "shape", "sha256"}}}`, or `{"error":
-    message}` if a shard of that stage is damaged or a tensor that the index names is not there; and `unused`, tensors of
-    the checkpoint that no stage loads. The digest covers names, dtypes, shapes and contents.
+    By stage: `{"digest", "tensors": {name: {"file", "parameter", "dtype", "shape", "sha256"}}}`, or `{"error": message}` if
+    a shard of that stage is damaged or a tensor that the index names is not there. The digest covers names, dtypes,
+    shapes and contents.
 
     Raises:
         UserError: if the checkpoint as a whole cannot be used.
@@ -234,7 +236,7 @@ def describe_stages(directory: Path, stages: Sequence[str], trust_remote_code: b
     expected: dict[str, str] = read_json(index)["weight_map"] if index.exists() else dict.fromkeys(found, SINGLE)
     model = meta_model(directory, trust_remote_code)
     by_stage, unused = assign_stages(model, sorted({*expected, *found}))
-    return {stage: _describe(stage, by_stage.get(stage, {}), found, expected, damaged, unused) for stage in stages}
+    return {stage: _describe(stage, by_stage.get(stage, {}), found, expected, damaged) for stage in stages}, unused
 
 
 def _describe(
@@ -243,7 +245,6 @@ def _describe(
     found: Mapping[str, TensorOnDisk],
     expected: Mapping[str, str],
     damaged: Mapping[str, str],
-    unused: Sequence[str],
 ) -> dict[str, Any]:
     tensors = {}
     try:
@@ -263,9 +264,9 @@ def _describe(
                 "sha256": hashlib.sha256(tensor.read()).hexdigest(),
             }
     except (StageError, OSError) as error:
-        return {"error": f"{stage}: {error}", "unused": list(unused)}
+        return {"error": f"{stage}: {error}"}
     content = {name: [entry["dtype"], entry["shape"], entry["sha256"]] for name, entry in tensors.items()}
-    return {"digest": digest_of(content), "tensors": tensors, "unused": list(unused)}
+    return {"digest": digest_of(content), "tensors": tensors}
 
 
 @contextlib.contextmanager

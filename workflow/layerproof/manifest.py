@@ -113,7 +113,8 @@ def _job(record: Record) -> dict[str, Any]:
 
 def _checkpoint(results: Path) -> dict[str, str]:
     """Digest of the weights of each stage: a checkpoint is too large to be listed file by file."""
-    described = {path.stem: read_json(path) for path in sorted((results / "weights").glob("*.json"))}
+    paths = sorted((results / "weights").glob("*.json"))
+    described = {path.stem: read_json(path) for path in paths if path.stem != "unused"}
     return {stage: entry.get("digest", entry.get("error", "")) for stage, entry in described.items()}
 
 

@@ -40,12 +40,14 @@ def render(
     comparisons: Sequence[Comparison],
     chains: Sequence[Mapping[str, Any]],
     plots: Mapping[str, Path],
+    unused: Sequence[str],
     config: Mapping[str, Any],
 ) -> str:
     """The report as HTML.
 
     `verdicts`, `comparisons` (in the order of the stages) and `chains` are the contents of results/verdicts.json,
-    results/compare and results/compare/chain; `plots` are SVG files by stage, `map` and `depth`; `config` is resolved.
+    results/compare and results/compare/chain; `plots` are SVG files by stage, `map` and `depth`; `unused` names the
+    tensors of the checkpoint that no stage loads; `config` is resolved.
     """
     environment = Environment(
         loader=FileSystemLoader(template.parent),
@@ -62,7 +64,7 @@ def render(
         headline=headline,
         details=details,
         compared=what_was_compared(comparisons, chains, config),
-        not_compared=what_was_not_compared(comparisons, chains, config),
+        not_compared=[*what_was_not_compared(comparisons, chains, config), *_unused(unused)],
         map=images.get("map"),
         depth=images.get("depth"),
         logits=_logits(comparisons, chains),
@@ -177,6 +179,14 @@ def what_was_compared(
     if kinds and graphs:
         compared["Compilation"] = f"{_count(sum(graphs), 'graph')} compiled for {_count(len(kinds), 'kind')} of stage"
     return compared
+
+
+def _unused(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - 5} more (results/weights/unused.json)" if len(names) > 5 else ""
+    loads = "is in the checkpoint and loaded" if len(names) == 1 else "are in the checkpoint and loaded"
+    return [f"{_count(len(names), 'tensor')} {loads} by no stage: {', '.join(names[:5])}{more}."]
 
 
 def what_was_not_compared(
@@ -343,6 +353,12 @@ def _exact_text(tap: Mapping[str, Any]) -> str:
 
 def _routing_text(routing: Mapping[str, Any]) -> str:
     flips, excused = routing["flips"], routing["excused"]
+    if flips is None:
+        return (
+            f"the port's choice of experts is not known, so tokens at which it takes the other of two near-ties count in "
+            f"full. The taps after the router leave {_count(routing['golden_flips'], 'token')} out, at which the golden "
+            f"chooses other experts than the truth."
+        )
     if not flips and not routing["golden_flips"]:
         return f"port and golden choose the same experts as the truth for all {_count(routing['tokens'], 'token')}."
     return (

@@ -28,8 +28,12 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Routing:
-    """Outcome for one stage: bool [batch, seq] masks over valid tokens, and the margin in units of the selection."""
+    """Outcome for one stage: bool [batch, seq] masks over valid tokens, and the margin in units of the selection.
 
+    Without `compared` nothing is known of the port's choice, and only the golden's flips are found.
+    """
+
+    compared: bool
     tokens: int
     flips: np.ndarray
     golden_flips: np.ndarray
@@ -61,36 +65,47 @@ class Routing:
         )
 
     def summary(self) -> dict[str, Any]:
-        """For results/compare/STAGE.json."""
-        return {
-            "tokens": self.tokens,
+        """For results/compare/STAGE.json; what is known of the port alone is None if its choice is not."""
+        port = {
             "flips": int(self.flips.sum()),
             "excused": int((self.flips & self.excused).sum()),
-            "golden_flips": int(self.golden_flips.sum()),
-            "left_out": int(self.left_out.sum()),
             "noise_margin": self.noise_margin,
             "largest_margin": self.largest_margin,
+        }
+        return {
+            "tokens": self.tokens,
+            "golden_flips": int(self.golden_flips.sum()),
+            "left_out": int(self.left_out.sum()),
+            **(port if self.compared else dict.fromkeys(port)),
         }
 
 
 def compare_choices(
-    port: Tensor, golden: Tensor, truth: Tensor, golden_selection: Tensor, truth_selection: Tensor, valid: np.ndarray
-) -> Routing | None:
+    port: Tensor | None,
+    golden: Tensor,
+    truth: Tensor,
+    golden_selection: Tensor | None,
+    truth_selection: Tensor | None,
+    valid: np.ndarray,
+) -> Routing:
     """Compares the chosen experts, [batch, seq, top_k] each, of port and golden with the truth's.
 
     The margin of a flip is the largest gap, in the truth's selection values [batch, seq, experts], between an expert
-    that the port leaves out and one that it takes instead. None if the port's shape or dtype is not the golden's: the
-    tap fails by that.
+    that the port leaves out and one that it takes instead. The port's choice is not compared if it is not handed over, if
+    its shape or dtype is not the golden's (the tap fails by that), or if the selection values are not known.
     """
-    if port.shape != golden.shape or port.kind != "integer":
-        return None
+    # By value: ascending lists of equal sets are equal, whatever the number of experts.
+    golden_flips = (_sorted(golden) != _sorted(truth)).any(-1) & valid
+    nothing = np.zeros_like(golden_flips)
+    unknown = port is None or port.shape != golden.shape or port.kind != "integer"
+    if port is None or unknown or golden_selection is None or truth_selection is None:
+        return Routing(False, int(valid.sum()), nothing, golden_flips, nothing, nothing, 0.0, 0.0)
     selection = _values(truth_selection)
     error = (_values(golden_selection) - selection)[valid]
     error = error[np.isfinite(error)]
     noise = FLIP_SIGMAS * float(np.sqrt(2.0 * np.mean(np.square(error)))) if error.size else 0.0
     experts = selection.shape[-1]
-    wanted = _chosen(truth, experts)
-    mine, golden_chosen = _chosen(port, experts), _chosen(golden, experts)
+    wanted, mine = _chosen(truth, experts), _chosen(port, experts)
     flips = (mine != wanted).any(-1) & valid
     dropped = np.where(wanted & ~mine, selection, -np.inf).max(-1)
     taken = np.where(mine & ~wanted, selection, np.inf).min(-1)
@@ -99,14 +114,19 @@ def compare_choices(
     # A margin that is no number, of selections that are none, excuses nothing.
     margins = np.nan_to_num(np.where(flips & ~malformed, dropped - taken, 0.0), nan=LARGEST, posinf=LARGEST)
     return Routing(
+        compared=True,
         tokens=int(valid.sum()),
         flips=flips,
-        golden_flips=(golden_chosen != wanted).any(-1) & valid,
+        golden_flips=golden_flips,
         malformed=malformed,
         excused=flips & ~malformed & (margins <= noise),
         noise_margin=noise,
         largest_margin=float(margins.max(initial=0.0)),
     )
+
+
+def _sorted(choice: Tensor) -> np.ndarray:
+    return np.sort(np.asarray(choice.data[...]).astype(np.int64), axis=-1)
 
 
 def _values(tensor: Tensor) -> np.ndarray:

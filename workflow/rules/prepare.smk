@@ -1,4 +1,4 @@
-# nothing, or the user's directory -> checkpoint -> results/weights/STAGE.json
+# nothing, or the user's directory -> checkpoint -> results/weights/STAGE.json, results/weights/unused.json
 # prompts or token ids -> results/tokens.json
 
 from layerproof import tiny
@@ -45,6 +45,7 @@ rule weights:
         stamp=lambda wildcards: stamp_file("results/weights", weights_spec(wildcards)),
     output:
         stages=update(expand("results/weights/{stage}.json", stage=ALL_STAGES)),
+        unused=update("results/weights/unused.json"),
         record=update("results/records/weights.json"),
     log:
         "results/logs/weights.log",
@@ -56,7 +57,7 @@ rule weights:
         spec=weights_spec,
         stamp=lambda wildcards: stamp("weights", "results/weights"),
     shell:
-        "python -m layerproof weights {output.stages:q} --inputs {input.files:q}"
+        "python -m layerproof weights {output.stages:q} {output.unused:q} --inputs {input.files:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 
 

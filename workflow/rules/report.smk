@@ -52,6 +52,7 @@ rule report:
     input:
         template="workflow/layerproof/templates/report.html.j2",
         verdicts=rules.verdicts.output.verdicts,
+        unused=rules.weights.output.unused,
         comparisons=rules.verdicts.input.comparisons,
         chains=rules.verdicts.input.chains,
         records=expand(rules.port_stage.output.record, stage=STAGES),
@@ -71,7 +72,7 @@ rule report:
         stamp=lambda wildcards: stamp("report", "results/report.html"),
     shell:
         "python -m layerproof report {output.html:q} --template {input.template:q}"
-        " --verdicts {input.verdicts:q} --comparisons {input.comparisons:q}"
+        " --verdicts {input.verdicts:q} --unused {input.unused:q} --comparisons {input.comparisons:q}"
         " --chains {input.chains:q} --plots {input.plots:q} --records {input.records:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 
