@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import psutil
 import pytest
 
 from layerproof import fingerprint, jobs
@@ -135,10 +136,9 @@ def test_without_on_error_an_exception_leaves_no_new_record(job):
     assert work.calls == 1
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
-def test_an_interruption_is_no_result(job, error):
-    with pytest.raises(type(error)):
-        jobs.run(job, Work(job, error), leave_error(job))
+def test_an_interruption_is_no_result(job):
+    with pytest.raises(KeyboardInterrupt):
+        jobs.run(job, Work(job, KeyboardInterrupt()), leave_error(job))
     assert not job.record.exists() and not job.outputs[0].exists()
 
 
@@ -247,7 +247,7 @@ def test_job_killed_between_work_and_record_runs_again(job, tmp_path):
         ("port", ("weights", "tokens", "config")),
         ("compare", ("golden", "port", "tokens")),
         ("plot-stage", ("comparisons",)),
-        ("report", ("template", "verdicts", "comparisons")),
+        ("report", ("template", "verdicts", "unused", "comparisons")),
     ],
 )
 def test_current_job_imports_nothing_heavy(tmp_path, verb, files):
@@ -269,3 +269,104 @@ def test_current_job_imports_nothing_heavy(tmp_path, verb, files):
     assert outcome.returncode == 0 and "layer_000.h5: up to date" in outcome.stdout, outcome.stderr[-2000:]
     imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in outcome.stderr.splitlines() if "|" in line}
     assert "layerproof" in imported and not imported & HEAVY
+
+
+LAST_WORDS = {
+    "abort": ("os.abort()", "killed by SIGABRT. Its log has what it printed last."),
+    "crash": ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV."),
+    "out of memory": ("os.kill(os.getpid(), 9)", "killed by SIGKILL (out of memory, or killed by hand)."),
+    "exit at once": ("os._exit(0)", "ended with exit code 0 before its output was written."),
+    "exit": ("sys.exit('no device')", "SystemExit at code.py:2: no device"),
+    "interrupt": ("raise KeyboardInterrupt", "killed by SIGINT."),
+    "recursion": ("f = lambda: f(); f()", "RecursionError at code.py:2: "),
+    "long message": ("raise ValueError('x' * 9999)", "ValueError at code.py:2: " + "x" * jobs.LONGEST_REASON),
+    "message that cannot be read": (
+        "raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})",
+        "E at code.py:2: its message cannot be read",
+    ),
+}
+
+APART = """
+import os, sys, runpy
+from pathlib import Path
+from layerproof import jobs
+from layerproof.files import write_text
+
+def task(name, before, works):
+    output = Path(f"{name}.out")
+    job = jobs.Job("port", {"stage": name}, "new", tuple(before), (output,), Path(f"{name}.json"))
+    target = output.absolute()
+    def work():
+        print("at work", name, flush=True)
+        if not works:
+            runpy.run_path("code.py")["break_it"]()
+        write_text(target, "new")
+    return job, work
+
+tasks = []
+for name in sys.argv[1:]:
+    before = tasks[-1][0].outputs if tasks else ()
+    tasks.append(task(name.rstrip("!"), before, not name.endswith("!")))
+jobs.run_apart(tasks, lambda job, error: write_text(job.outputs[0], f"{type(error).__name__}: {error}"))
+"""
+
+
+def run_apart(directory, code, *names):
+    """Runs jobs in a process apart; the code of those whose name ends with ! is `code`."""
+    (directory / "code.py").write_text(f"def break_it():\n    {code}\nimport os, sys\n")
+    return subprocess.run(
+        [sys.executable, "-c", APART, *names],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow")},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("code", "reason"), LAST_WORDS.values(), ids=LAST_WORDS)
+def test_code_that_ends_the_process_leaves_an_error(tmp_path, code, reason):
+    """Also where a run before left a good output: that one must not be taken for this one's."""
+    for name in ("first", "second", "third"):
+        (tmp_path / f"{name}.out").write_text("old")
+    outcome = run_apart(tmp_path, code, "first", "second!", "third")
+    assert outcome.returncode == 0, outcome.stderr
+    assert (tmp_path / "first.out").read_text() == "new"
+    assert (tmp_path / "second.out").read_text().startswith("StageError: ")
+    assert reason in (tmp_path / "second.out").read_text()
+    record = Record.read(tmp_path / "second.json")
+    assert reason in record.error and record.spec == {"stage": "second"}
+    if "process of the job" in reason:
+        assert (tmp_path / "third.out").read_text().startswith("StageMissing: no input")
+    # put right, what failed and what follows run, and the rest does not
+    outcome = run_apart(tmp_path, code, "first", "second", "third")
+    assert [line for line in outcome.stdout.splitlines() if "at work" in line] == ["at work second", "at work third"]
+    assert (tmp_path / "third.out").read_text() == "new"
+
+
+def test_a_job_that_changes_the_directory_writes_where_it_should(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    outcome = run_apart(tmp_path, "os.chdir('elsewhere')", "first!", "second")
+    assert outcome.returncode == 0, outcome.stderr
+    assert (tmp_path / "first.out").read_text() == (tmp_path / "second.out").read_text() == "new"
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert Record.read(tmp_path / "first.json").outputs["first.out"]["size"] == 3
+
+
+def test_a_job_ends_with_the_process_that_waits_for_it(tmp_path):
+    """Else one that snakemake killed would go on writing beside the one that replaced it."""
+    (tmp_path / "code.py").write_text("import time\ndef break_it():\n    time.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-c", APART, "first!"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while "at work" not in process.stdout.readline():
+        assert process.poll() is None
+    (child,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs([child], timeout=10)
+    assert not alive
+    assert not (tmp_path / "first.out").exists() and not (tmp_path / "first.json").exists()

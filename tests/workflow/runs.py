@@ -31,7 +31,7 @@ class Workflow:
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / "Snakefile", directory)
         shutil.copytree(REPOSITORY / "workflow", directory / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
-        (directory / "profiles").symlink_to("workflow/profiles")
+        shutil.copytree(REPOSITORY / "profiles", directory / "profiles")
         self.results = directory / "results"
         self.config = yaml.safe_load((REPOSITORY / "config.yaml").read_text())
         self.configure(**config)

@@ -78,6 +78,11 @@ def digests(workflow):
     }
 
 
+def gate(workflow):
+    command = [sys.executable, "-m", "layerproof", "gate"]
+    return subprocess.run(command, cwd=workflow.directory, env=os.environ | {"PYTHONPATH": "workflow"}).returncode
+
+
 @pytest.mark.parametrize(
     ("verb", "output"),
     [
@@ -107,12 +112,11 @@ def kill_when_seen(process, words):
     """Kills the job whose command line begins with these words, once it has imported something and is at work."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        for child in running(process, words):
-            # A child that ends while it is looked at is no longer the one to kill.
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "python" in child.name() and child.cpu_times().user > 0.05:
-                    child.kill()
-                    return True
+        with contextlib.suppress(psutil.NoSuchProcess):  # a job that ends while it is looked at is not the one to kill
+            jobs = [child for child in running(process, words) if "python" in child.name()]
+            if any(job.cpu_times().user > 0.05 for job in jobs):
+                jobs[0].kill()  # not the process that a golden or port job runs the model in: that one leaves an error
+                return True
         time.sleep(0.005)
     return False
 
@@ -164,12 +168,7 @@ def test_missing_tensor(workflow):
     assert shard in reason(workflow, "layer_001") and EXPERT in reason(workflow, "layer_001")
     assert EXPERT in reason(workflow, "lm_head"), "what is missing says what it waits for"
     assert in_report(workflow, EXPERT)
-    gate = subprocess.run(
-        [sys.executable, "-m", "layerproof", "gate"],
-        cwd=workflow.directory,
-        env=os.environ | {"PYTHONPATH": "workflow"},
-    )
-    assert gate.returncode == 2
+    assert gate(workflow) == 2
     # put right again, the stages that waited run
     shutil.rmtree(workflow.directory / "model")
     save("minimax_m2", workflow.directory / "model")
@@ -224,6 +223,34 @@ def port_of(workflow, *replacements):
         source = source.replace(old, new)
     (workflow.directory / "port.py").write_text(source)
     workflow.configure(port={"module": "port.py"})
+
+
+def test_port_that_crashes_is_an_error_and_hides_no_mistake(workflow):
+    """A finished run lies there; the port is now wrong on layer 0, ends as if all were well on 1, and aborts on 2."""
+    port_of(
+        workflow,
+        (
+            "        return Layer(config, dtype)\n",
+            "        layer = Layer(config, dtype)\n        layer.index = stage.layer\n        return layer\n",
+        ),
+        (
+            "        return x + self.moe(self.post_attention_norm(x))\n",
+            "        import os\n        if self.index == 1:\n            os._exit(0)\n"
+            "        if self.index == 2:\n            os.abort()\n"
+            "        return x - self.moe(self.post_attention_norm(x))\n",
+        ),
+    )
+    assert workflow.run().returncode == 0
+    assert statuses(workflow) == {
+        **{"embed": "pass", "layer_000": "fail", "layer_001": "error", "layer_002": "error"},
+        **{"norm": "pass", "lm_head": "pass"},
+    }
+    assert "exit code 0 before its output was written" in reason(workflow, "layer_001")
+    assert "killed by SIGABRT" in reason(workflow, "layer_002")
+    chain = verdicts(workflow)["chains"]["0-2"]
+    assert chain["status"] == "error"
+    assert "Current thread" in workflow.log("port/layer_002"), "where it crashed is in the log"
+    assert gate(workflow) == 2
 
 
 def test_faulty_stages_of_a_port(workflow):

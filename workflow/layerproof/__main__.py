@@ -6,9 +6,10 @@ Heavy imports are inside the verbs: a job that has nothing to do returns before 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +72,23 @@ def make_tokens(args: argparse.Namespace) -> None:
 def make_golden(args: argparse.Namespace) -> None:
     (output,) = args.outputs
     previous = args.previous[0] if args.previous else None
+    target = output.absolute()  # code that comes with a checkpoint may change the directory
 
     def work() -> None:
         from layerproof import golden, tokens
 
         golden.make_stage(
             args.spec["stage"],
-            Path(args.spec["checkpoint_dir"]),
+            Path(args.spec["checkpoint_dir"]).absolute(),
             read_json(args.weights[0]),
             tokens.Tokens.read(args.tokens),
             previous,
-            output,
+            target,
             args.spec,
         )
 
-    jobs.run(_job(args, [*args.weights, args.tokens, args.config, *args.previous]), work, _leave_error(output))
+    job = _job(args, [*args.weights, args.tokens, args.config, *args.previous])
+    jobs.run_apart([(job, work)], _leave_error)
 
 
 def make_port(args: argparse.Namespace) -> None:
@@ -96,34 +99,42 @@ def make_port(args: argparse.Namespace) -> None:
     weights = {path.stem: path for path in args.weights}
     runners: list[Any] = []
     setup: fingerprint.Seen = {}
+    tasks = []
     before, source = (args.previous[0] if args.previous else None), "golden/out"
     for output, stamp, record in zip(args.outputs, args.stamp, args.record, strict=True):
-        stage = output.stem
-        job = jobs.Job(
-            verb=args.verb,
-            spec=args.spec | {"stage": stage},
-            stamp=stamp,
-            inputs=tuple(path for path in (weights[stage], args.tokens, args.config, before) if path),
-            outputs=(output,),
-            record=record,
-        )
-
-        def work(stage: str = stage, output: Path = output, before: Path | None = before, source: str = source) -> Any:
-            from layerproof import port, tensors, tokens
-
-            # Read first: what the stage lacks is told before minutes are spent on a device.
-            description = read_json(weights[stage])
-            if "error" in description:
-                raise StageError(description["error"])
-            fed = tensors.read_stage_input(before, source) if before else None
-            if not runners:
-                with fingerprint.recording(setup):
-                    prompts = tokens.Tokens.read(args.tokens)
-                    runners.append(port.Runner.start(Path(args.spec["checkpoint_dir"]), prompts, args.spec))
-            return port.make_stage(runners[0], stage, description, fed, output)
-
-        jobs.run(job, work, _leave_error(output), setup)
+        inputs = tuple(path for path in (weights[output.stem], args.tokens, args.config, before) if path)
+        job = jobs.Job(args.verb, args.spec | {"stage": output.stem}, stamp, inputs, (output,), record)
+        work = functools.partial(_run_port_stage, args, runners, setup, output.absolute(), before, source)
+        tasks.append((job, work))
         before, source = output, "port/out"
+    jobs.run_apart(tasks, _leave_error, setup)
+
+
+def _run_port_stage(
+    args: argparse.Namespace,
+    runners: list[Any],
+    setup: fingerprint.Seen,
+    output: Path,
+    before: Path | None,
+    source: str,
+) -> Mapping[str, Any]:
+    """Runs one stage with the process's one runner, which the first stage to run starts.
+
+    `output` is an absolute path: a port may change the directory.
+    """
+    from layerproof import port, tensors, tokens
+
+    stage = output.stem
+    # Read first: what the stage lacks is told before minutes are spent on a device.
+    description = read_json(next(path for path in args.weights if path.stem == stage))
+    if "error" in description:
+        raise StageError(description["error"])
+    fed = tensors.read_stage_input(before, source) if before else None
+    if not runners:
+        with fingerprint.recording(setup):
+            prompts = tokens.Tokens.read(args.tokens)
+            runners.append(port.Runner.start(Path(args.spec["checkpoint_dir"]).absolute(), prompts, args.spec))
+    return port.make_stage(runners[0], stage, description, fed, output)
 
 
 def make_comparison(args: argparse.Namespace) -> None:
@@ -240,13 +251,10 @@ def _job(args: argparse.Namespace, inputs: Sequence[Path], **more: Any) -> jobs.
     return jobs.Job(args.verb, args.spec | more, stamp, tuple(inputs), tuple(args.outputs), record)
 
 
-def _leave_error(output: Path) -> Any:
-    def leave(error: StageError) -> None:
-        from layerproof import tensors
+def _leave_error(job: jobs.Job, error: StageError) -> None:
+    from layerproof import tensors
 
-        tensors.write_error(output, error)
-
-    return leave
+    tensors.write_error(job.outputs[0], error)
 
 
 def parser() -> argparse.ArgumentParser:

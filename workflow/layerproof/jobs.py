@@ -1,16 +1,21 @@
-"""Runs one job: not at all if nothing that it depends on changed; else recorded, with its errors told in a line."""
+"""Runs jobs: not at all if nothing that they depend on changed; else recorded, with their errors told in a line."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import functools
 import getpass
+import mmap
 import os
 import platform
 import resource
 import shlex
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -18,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from layerproof import fingerprint
-from layerproof.errors import StageError, UserError
+from layerproof.errors import StageError, StageMissing, UserError
 from layerproof.files import sha256
 from layerproof.records import Record, described, why_stale
 
@@ -49,6 +54,10 @@ class Job:
 
 
 Work = Callable[[], Mapping[str, Any] | None]
+"""Makes a job's outputs and returns facts for its record."""
+
+LONGEST_REASON = 500
+"""Characters of a foreign error's message that the report shows."""
 
 
 def is_current(job: Job) -> bool:
@@ -78,17 +87,20 @@ def run(
     facts: Mapping[str, Any] | None = None
     error = None
     seen: fingerprint.Seen = {}
+    directory = os.getcwd()
     with fingerprint.recording(seen):
         try:
             facts = work()
-        except Exception as exception:
+        except (Exception, SystemExit) as exception:
             if on_error is None:
                 raise
             if not isinstance(exception, StageError):
                 traceback.print_exc()
             error = _as_stage_error(exception)
-            print(f"error: {error}", file=sys.stderr)
-            on_error(error)
+    os.chdir(directory)  # where a port may have left it
+    if error is not None and on_error is not None:
+        print(f"error: {error}", file=sys.stderr)
+        on_error(error)
     Record(
         verb=job.verb,
         spec=job.spec,
@@ -112,6 +124,56 @@ def run(
     ).write(job.record)
 
 
+def run_apart(
+    tasks: Sequence[tuple[Job, Work]],
+    leave_error: Callable[[Job, StageError], None],
+    setup: fingerprint.Seen | None = None,
+) -> None:
+    """Runs jobs one after the other in a process of their own, so that one whose process ends leaves an error too.
+
+    A port, its compiler or its driver may abort, exit, or be killed for the memory that it takes. The job at which that
+    happens ends as an error that names the signal or exit code, and the ones after it as missing.
+    """
+    done = mmap.mmap(-1, len(tasks))  # shared by both processes
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _end_with(parent)
+        faulthandler.enable()  # a crash leaves the Python stack in the log
+        for index, (job, work) in enumerate(tasks):
+            run(job, work, functools.partial(leave_error, job), setup)
+            done[index] = 1
+        return
+    _, status = os.waitpid(child, 0)
+    reason = _how_it_ended(os.waitstatus_to_exitcode(status))
+    error = StageError(f"{reason} Its log has what it printed last.")
+    for index, (job, _) in enumerate(tasks):
+        if not done[index]:
+            run(job, functools.partial(_raise, error), functools.partial(leave_error, job))
+            error = StageMissing(f"no input, because an earlier stage failed: {reason}")
+
+
+def _end_with(parent: int) -> None:
+    """Has this process killed when its parent dies: nobody would wait for what it writes."""
+    PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"The process of the job ended with exit code {code} before its output was written."
+    cause = " (out of memory, or killed by hand)" if -code == signal.SIGKILL else ""
+    return f"The process of the job was killed by {signal.Signals(-code).name}{cause}."
+
+
+def _raise(error: StageError) -> None:
+    raise error
+
+
 def _user() -> str:
     """Who ran the job; a number where the user has no name, as in a container."""
     try:
@@ -131,13 +193,21 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def _as_stage_error(exception: Exception) -> StageError:
-    """The error as one line for the report; what is none of ours is named by its type and the line that raised it."""
+def _as_stage_error(exception: BaseException) -> StageError:
+    """The error as one line for the report; what is none of ours is named by its type and the line that raised it.
+
+    That line is the last one outside of this library and of installed packages, if there is any: the user's.
+    """
     if isinstance(exception, StageError):
         return exception
     if isinstance(exception, UserError):
         return StageError(str(exception))
-    text = str(exception).strip().splitlines()
+    try:
+        text = str(exception).strip()
+    except Exception:
+        text = "its message cannot be read"
+    message = text.splitlines()[0][:LONGEST_REASON] if text else "no message"
     frames = [frame for frame in traceback.extract_tb(exception.__traceback__) if "site-packages" not in frame.filename]
-    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return StageError(f"{type(exception).__name__}{where}: {text[0] if text else 'no message'}")
+    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
+    where = next((f" at {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(users or frames)), "")
+    return StageError(f"{type(exception).__name__}{where}: {message}")
