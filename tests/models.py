@@ -62,10 +62,38 @@ CONFIGS = {
 tied head, window from a layer on, dense first layer, sinks and biases, two rotary tables and a scaled embedding."""
 
 
+MORE = {
+    "mixtral": {"num_hidden_layers": 2, "num_local_experts": 4},
+    "deepseek_v3": {
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "llama4_text": {"num_hidden_layers": 2, "intermediate_size_mlp": 96, "num_local_experts": 4},
+    "gemma2": {"num_hidden_layers": 2, "sliding_window": 6},
+    "glm4": {"num_hidden_layers": 2},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 6},
+    "phi": {"num_hidden_layers": 2},
+    "gpt_neox": {"num_hidden_layers": 2},
+}
+"""Architectures whose golden is checked against the whole model, and nothing else."""
+
+
 def save(model_type: str, directory: Path, seed: int = 0) -> None:
     """Writes a bf16 checkpoint whose every parameter, norms and biases too, is drawn at random."""
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[model_type](**COMMON | CONFIGS[model_type])
+    config = CONFIG_MAPPING[model_type](**COMMON | (CONFIGS | MORE)[model_type])
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

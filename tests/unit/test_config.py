@@ -1,6 +1,7 @@
 """config.yaml: what is wrong is told in one line with the key and a remedy, before any job runs."""
 
 import copy
+import datetime
 import json
 import shutil
 import subprocess
@@ -95,6 +96,33 @@ def test_defaults_are_filled_in_and_the_users_mapping_is_left_alone():
     assert raw == before
 
 
+def test_a_key_that_is_there_twice_is_told_with_its_line(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model:\n  checkpoint: a\nport:\n  options:\n    - {size: 1}\n    - {size: 2, size: 3}\n")
+    with pytest.raises(UserError, match=r"config\.yaml: line 6: size is there twice in this section\. Remove one\.$"):
+        config.check_keys_once(path)
+    config.check_keys_once(REPOSITORY / "config.yaml")
+    path.write_text("")
+    config.check_keys_once(path)
+
+
+def test_without_chains_fewer_layers_have_none():
+    raw = changed(layers="1-3")
+    del raw["chains"]
+    assert config.resolve(raw).chains == {}
+    del raw["layers"]
+    assert list(config.resolve(raw).chains) == ["all"]
+
+
+def test_a_chain_may_be_one_layer():
+    assert config.resolve(changed(chains=["3"])).chains == {"3": ("layer_003",)}
+
+
+def test_the_default_checkpoint_may_be_written_in_other_ways():
+    for written in ("./results/checkpoint", "results/checkpoint/"):
+        assert config.resolve(changed(model__checkpoint=written)).checkpoint == config.DEFAULT_CHECKPOINT
+
+
 def test_one_layer_may_be_written_as_a_number():
     resolved = config.resolve(changed(layers=5, chains=[]))
     assert resolved.stages == ["layer_005", "norm", "lm_head"]
@@ -126,7 +154,17 @@ WRONG = {
     "chain of a list": (changed(chains=["1,3"]), ["chains", "not one range"]),
     "chain out of range": (changed(chains=["0-6"]), ['chains: "0-6"', "6 layers"]),
     "chain outside the layers": (changed(layers="0-2", chains=["2-4"]), ['chains: "2-4" runs layer_003', '"0-2"']),
-    "chain of all outside": (changed(layers="0-2"), ['chains: "all" runs layer_003', "another chain"]),
+    "chain of all outside": (changed(layers="0-2"), ['chains: "all" runs layer_003', '"0-2", or chains: []']),
+    "chain that is a number": (changed(chains=[0]), ["chains.0: 0 must be string", 'in quotes, such as "0-5"']),
+    "limit that is no number": (changed(compare__limit=float("nan")), ["compare.limit: nan is no value"]),
+    "limit that YAML takes for text": (
+        changed(compare__limit="1e1"),
+        ["compare.limit: '1e1' must be number", "Write 10.0."],
+    ),
+    "date in options": (
+        changed(port__options={"list": [{"day": datetime.date(2026, 1, 1)}]}),
+        ["port.options.list.0.day: datetime.date(2026, 1, 1) is no value"],
+    ),
     "no such checkpoint": (
         changed(model__checkpoint="no/where"),
         ["model.checkpoint: no/where is not there", "Name a"],
@@ -178,7 +216,7 @@ def test_a_users_checkpoint_tells_its_number_of_layers(tmp_path):
     [
         ({}, ["config.json: is not there", "model.checkpoint must"]),
         ({"config__json": "{"}, ["config.json: is not JSON", "Copy the file again"]),
-        ({"config__json": {}}, ["num_hidden_layers is missing", "model.checkpoint must"]),
+        ({"config__json": {}}, ["model.checkpoint", "no num_hidden_layers", "Name a decoder"]),
         ({"config__json": {"num_hidden_layers": 2}}, ["model.safetensors", "model.checkpoint must hold safetensors"]),
         (
             {"config__json": {"num_hidden_layers": 2}, "pytorch_model__bin": "x"},

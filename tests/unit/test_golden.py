@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from layerproof import checkpoint, golden, tensors
 from layerproof.stages import all_stages, layer_of, previous_stage
 from layerproof.tokens import pad
-from models import CONFIGS, save
+from models import CONFIGS, MORE, save
 
 SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False, "compared": True}
 TOKENS = pad([list(range(3, 23)), [5, 9, 2, 40, 41], [7] * 12], pad_id=0)
@@ -54,7 +54,7 @@ def stream(directory, results):
     return stages
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", CONFIGS | MORE)
 def test_stream_equals_whole_model_bit_for_bit(model_type, tmp_path):
     save(model_type, tmp_path / "model")
     whole = whole_model(tmp_path / "model", torch.bfloat16)

@@ -115,6 +115,13 @@ def test_a_tap_of_any_shape_and_dtype_ends_as_a_verdict(golden, tmp_path, value,
     assert failed.keys() == {"mlp.out"} and reason in failed["mlp.out"]
 
 
+def test_a_port_may_be_called_like_a_library(golden, tmp_path):
+    (tmp_path / "torch.py").write_text(Path(SETTINGS["module"]).read_text())
+    settings = SETTINGS | {"module": str(tmp_path / "torch.py")}
+    run(golden / "model", golden, tmp_path, settings, ["layer_001"])
+    assert failures(golden, tmp_path, "layer_001") == {}
+
+
 def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):
     choice = 'tap("router.choice", choice.sort(-1).values.int())'
     assert run_edited(golden, tmp_path, choice, choice.replace("int()", "to(torch.uint8)")) == {}
@@ -127,6 +134,18 @@ def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):
         (MOE_OUT, then('tap("mlp.out", (x, x))'), 'tap "mlp.out": is a tuple, not a tensor. Write tap'),
         (MOE_OUT, then('tap("mlp.sum", x)'), 'tap "mlp.sum": is not a canonical name. The names are'),
         (MOE_OUT, "        return (x, None)\n", "layer_001: the port returns tuple, not one tensor"),
+        (
+            "        return Layer(config, dtype)\n",
+            "        return None\n",
+            "layer_001: build() returns NoneType, not a",
+        ),
+        (
+            "def convert(",
+            "def convert(stage, weights):\n    return None\n\n\ndef unused(",
+            "convert() must return the module's",
+        ),
+        ("TAPS = {", "TAPS = []\nUNUSED = {", "TAPS must map canonical taps to submodules"),
+        ('"attn.v": ', '"attn.value": ', 'TAPS: "attn.value" is not a canonical tap. The names are input_norm'),
     ],
 )
 def test_what_is_no_tap_is_told(golden, tmp_path, old, new, message):

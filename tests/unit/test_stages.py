@@ -100,7 +100,7 @@ def test_chains():
     assert chain_stages("0-5", 6) == all_stages(6)[1:-2], "only `all` runs from the token ids to the logits"
 
 
-@pytest.mark.parametrize("chain", ["1,3", "0-1,2-3", "3", " 1-2", "3-1", "0-6", "each"])
+@pytest.mark.parametrize("chain", ["1,3", "0-1,2-3", " 1-2", "3-1", "0-6", "each"])
 def test_a_chain_is_one_unbroken_range_inside_the_model(chain):
     with pytest.raises(UserError, match=r"^config\.yaml: chains: "):
         chain_stages(chain, 6)

@@ -122,7 +122,7 @@ def test_padding_of_token_ids_is_the_models(tmp_path, checkpoint, stated, used):
     assert tokens.texts == ()
 
 
-def test_both_inputs_are_cut_to_max_tokens(tmp_path, checkpoint):
+def test_both_inputs_are_cut_to_max_tokens(tmp_path, checkpoint, capsys):
     whole = made(tmp_path, checkpoint, prompts=TEXT)
     cut = made(tmp_path, checkpoint, prompts=TEXT, max_tokens=3)
     assert cut.ids.tolist() == whole.ids[:, :3].tolist()
@@ -130,6 +130,12 @@ def test_both_inputs_are_cut_to_max_tokens(tmp_path, checkpoint):
         [1, 2, 3],
         [5, 0, 0],
     ]
+    assert "prompt 1: 4 tokens, cut to inputs.max_tokens, 3\n" in capsys.readouterr().out
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    (tmp_path / "ids.json").write_text("[[1]]", encoding="utf-8-sig")
+    assert read_token_ids(tmp_path / "ids.json", 97) == [[1]]
 
 
 def test_the_vocabulary_is_that_of_the_text_model(tmp_path, checkpoint):

@@ -78,7 +78,10 @@ def num_layers(config: Mapping[str, Any]) -> int:
     for part in (config, config.get("text_config") or {}):
         if isinstance(part.get("num_hidden_layers"), int):
             return part["num_hidden_layers"]
-    raise UserError("config.json: num_hidden_layers is missing. model.checkpoint must name a decoder model.")
+    raise UserError(
+        "config.yaml: model.checkpoint: its config.json has no num_hidden_layers. "
+        "Name a decoder such as Llama, Qwen, Gemma, DeepSeek, gpt-oss or MiniMax."
+    )
 
 
 def shards(directory: Path) -> list[str]:
@@ -170,20 +173,28 @@ class Parts:
         return None
 
 
+NORMS = ("norm", "final_layernorm", "final_layer_norm")
+"""What transformers' decoders call the norm after their last layer."""
+
+
 def parts_of(model: PreTrainedModel) -> Parts:
     """Finds the stages' modules by transformers' own accessors.
 
     Raises:
-        UserError: if the decoder has no `layers` and `norm`, as every decoder of transformers' current style has.
+        UserError: if the decoder is not an embedding, `layers`, a norm and a head, as those of transformers' style are.
     """
     names = {module: name for name, module in model.named_modules()}
     decoder = model.get_decoder()
+    if decoder is model:  # llama4's accessor answers with the model itself
+        decoder = cast("torch.nn.Module", model.model)
     head = model.get_output_embeddings()
-    if head is None or not hasattr(decoder, "layers") or not hasattr(decoder, "norm"):
+    norm = next((getattr(decoder, name) for name in NORMS if hasattr(decoder, name)), None)
+    if head is None or norm is None or not hasattr(decoder, "layers"):
         raise UserError(
-            f"{type(model).__name__}: has no decoder with layers, norm and a head. It cannot be cut in stages."
+            f"config.yaml: model.checkpoint: {type(model).__name__} is not made of an embedding, layers, a norm and a head, "
+            f"so it cannot be cut in stages. Name a decoder such as Llama, Qwen, Gemma, DeepSeek, gpt-oss or MiniMax."
         )
-    return Parts(names[model.get_input_embeddings()], names[decoder.layers], names[decoder.norm], names[head])
+    return Parts(names[model.get_input_embeddings()], names[decoder.layers], names[norm], names[head])
 
 
 def assign_stages(model: PreTrainedModel, names: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:

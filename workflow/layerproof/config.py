@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,23 @@ class Config:
         return stages.selected_stages(self.layers, self.num_layers)
 
 
+def check_keys_once(path: Path) -> None:
+    """Raises UserError if a key is twice in one section of a YAML file: YAML would take the last without a word."""
+    waiting = [yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            keys: set[str] = set()
+            for key, value in node.value:
+                if key.value in keys:
+                    line = key.start_mark.line + 1
+                    raise UserError(f"{path}: line {line}: {key.value} is there twice in this section. Remove one.")
+                keys.add(key.value)
+                waiting.append(value)
+
+
 def resolve(raw: Mapping[str, Any]) -> Config:
     """Fills in defaults and checks everything that can be checked without running a job.
 
@@ -47,14 +65,12 @@ def resolve(raw: Mapping[str, Any]) -> Config:
     """
     schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
     resolved = copy.deepcopy(dict(raw))
+    if str(resolved.get("layers", "all")) != "all":
+        resolved.setdefault("chains", [])  # of the default chain, all, some stages are left out
     _fill_defaults(resolved, schema)
     _check_schema(resolved, schema)
-    try:
-        canonical_json(resolved)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"config.yaml: holds a value that JSON has no words for ({error}). Write a plain one."
-        ) from None
+    _check_plain(resolved)
+    resolved["model"]["checkpoint"] = os.path.normpath(resolved["model"]["checkpoint"])
     _check_files(resolved)
     if resolved["model"]["checkpoint"] == DEFAULT_CHECKPOINT:
         num_layers = tiny.CONFIG["num_hidden_layers"]
@@ -76,7 +92,7 @@ def resolve(raw: Mapping[str, Any]) -> Config:
         if outside:
             raise UserError(
                 f'config.yaml: chains: "{chain}" runs {outside[0]}, which layers: "{resolved["layers"]}" leaves out. '
-                f'Write layers: "all" or another chain.'
+                f'Write layers: "all", a chain of layers such as "{layers[0]}-{layers[-1]}", or chains: [].'
             )
     return Config(resolved, num_layers, tuple(layers), chains)
 
@@ -116,11 +132,36 @@ def _explain(error: jsonschema.ValidationError) -> str:
         "minLength": "must not be empty",
         "uniqueItems": "must not name the same twice",
     }.get(str(error.validator), error.message)
-    return f"{key}: {error.instance!r} {wanted}. {' '.join(str(schema.get('description', '')).split())}"
+    hint = _number_meant(error)
+    return f"{key}: {error.instance!r} {wanted}. {hint}{' '.join(str(schema.get('description', '')).split())}"
+
+
+def _number_meant(error: jsonschema.ValidationError) -> str:
+    """What to write where YAML took for text what its writer meant as a number, such as 1e1."""
+    if error.validator != "type" or error.validator_value != "number":
+        return ""
+    try:
+        return f"Write {float(cast('str', error.instance))!r}. "
+    except (TypeError, ValueError):
+        return ""
 
 
 def _words(types: Any) -> str:
     return " or ".join(types) if isinstance(types, list) else str(types)
+
+
+def _check_plain(value: Any, key: str = "") -> None:
+    """Raises UserError at the first value that JSON cannot say: NaN, infinity, a date, a set."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in children:
+        _check_plain(child, f"{key}.{name}" if key else str(name))
+    if not isinstance(value, dict | list):
+        try:
+            canonical_json(value)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"config.yaml: {key}: {value!r} is no value that JSON knows. Write a number, a text or a list."
+            ) from None
 
 
 def _check_files(values: Mapping[str, Any]) -> None:

@@ -66,5 +66,5 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The value in a JSON file; a byte order mark, as some editors write it, is passed over."""
+    return json.loads(path.read_text(encoding="utf-8-sig"))

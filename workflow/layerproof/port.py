@@ -35,7 +35,7 @@ from layerproof.errors import StageError
 from layerproof.files import digest_of
 from layerproof.metrics import STORAGE
 from layerproof.stages import EMBED, layer_of
-from layerproof.taps import OUT, collecting, in_order, tap
+from layerproof.taps import OUT, SHAPES, collecting, in_order, tap
 from layerproof.tokens import Tokens
 
 Taps = dict[str, torch.Tensor]
@@ -84,10 +84,11 @@ def load_module(name: str) -> ModuleType:
     try:
         if name.endswith(".py"):
             path = Path(name).resolve()
-            spec = importlib.util.spec_from_file_location(path.stem, path)
+            # A name of its own: a port called torch.py must not stand for torch.
+            spec = importlib.util.spec_from_file_location(f"layerproof_port_{path.stem}", path)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module
+            sys.modules[spec.name] = module
             sys.path.insert(0, str(path.parent))
             spec.loader.exec_module(module)
         else:
@@ -101,6 +102,12 @@ def load_module(name: str) -> ModuleType:
     for function in ("build", "convert"):
         if not callable(getattr(module, function, None)):
             raise StageError(f"{name}: has no function {function}. See docs/ports.md for what a port defines.")
+    taps = getattr(module, "TAPS", {})
+    if not isinstance(taps, Mapping) or not all(isinstance(text, str) for text in (*taps, *taps.values())):
+        raise StageError(f'{name}: TAPS must map canonical taps to submodules: {{"attn.q": "attention.q_proj"}}.')
+    unknown = [tap for tap in taps if tap not in SHAPES]
+    if unknown:
+        raise StageError(f'{name}: TAPS: "{unknown[0]}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
     return module
 
 
@@ -166,8 +173,13 @@ def _prepare_port(job: _Job) -> tuple[Forward, str]:
     assert port is not None
     config = checkpoint.read_config(job.runner.directory)
     stage = Stage(job.stage, layer_of(job.stage), config, job.dtype, job.runner.settings["options"])
-    module = port.build(stage).eval()
+    module = port.build(stage)
+    if not isinstance(module, nn.Module):
+        raise StageError(f"{job.stage}: build() returns {type(module).__name__}, not a torch.nn.Module.")
+    module.eval()
     state = port.convert(stage, checkpoint.read_tensors(job.runner.directory, job.description))
+    if not isinstance(state, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        raise StageError(f"{job.stage}: convert() must return the module's state dict: a dict of tensors by name.")
     try:
         module.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:

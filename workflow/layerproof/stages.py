@@ -63,7 +63,7 @@ def selected_stages(layers: Sequence[int], num_layers: int) -> list[str]:
 
 
 def chain_stages(chain: str, num_layers: int) -> list[str]:
-    """Stages of one entry of `chains`: `all` runs from `embed` to `lm_head`, `2-4` runs these layers.
+    """Stages of one entry of `chains`: `all` runs from `embed` to `lm_head`, `2-4` these layers, `3` that one.
 
     Raises:
         UserError: if the text is not one unbroken range inside the model.
@@ -71,7 +71,7 @@ def chain_stages(chain: str, num_layers: int) -> list[str]:
     if chain == "all":
         return all_stages(num_layers)
     layers = parse_ranges(chain, num_layers, "chains")
-    if not re.fullmatch(r"\d+-\d+", chain):
+    if not re.fullmatch(r"\d+(-\d+)?", chain):
         raise UserError(f'config.yaml: chains: "{chain}" is not one range of layers. Write "all" or "0-5".')
     return list(map(layer_stage, layers))
 

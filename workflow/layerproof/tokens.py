@@ -115,4 +115,7 @@ def make(
             raise UserError(f"{prompts}: the tokenizer makes no token of prompt {rows.index([]) + 1}. Remove it.")
         if tokenizer.pad_token_id is not None:
             pad_id = tokenizer.pad_token_id
+    for number, row in enumerate(rows, start=1):
+        if len(row) > max_tokens:
+            print(f"prompt {number}: {len(row)} tokens, cut to inputs.max_tokens, {max_tokens}")
     write_json(output, {"ids": [row[:max_tokens] for row in rows], "pad_id": pad_id, "texts": texts})

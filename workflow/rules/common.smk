@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
 from layerproof import stages
-from layerproof.config import DEFAULT_CHECKPOINT, resolve
+from layerproof.config import DEFAULT_CHECKPOINT, check_keys_once, resolve
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
 from layerproof.jobs import package_versions
@@ -24,6 +24,8 @@ shell.prefix(
 )
 
 try:
+    for config_file in workflow.configfiles:
+        check_keys_once(Path(config_file))
     CONFIG = resolve(config)
 except UserError as error:
     sys.exit(f"error: {error}")
