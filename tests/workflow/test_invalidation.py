@@ -46,7 +46,7 @@ def plotted(stages):
 
 EVERYTHING = {
     *("tokens.json", *TELLING),
-    *(f"weights/{stage}.json" for stage in STAGES),
+    *(f"weights/{name}.json" for name in (*STAGES, "unused")),
     *golden(STAGES),
     *isolated(STAGES),
     *chained(STAGES),
