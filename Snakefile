@@ -1,7 +1,7 @@
 # Layerproof. Golden and port, one stage at a time:
 #
 #   checkpoint, prompts -> results/weights/STAGE.json, results/tokens.json
-#     -> results/golden/STAGE.h5                            the trusted model, with fp32 truth
+#     -> results/golden/STAGE.h5, results/noise/STAGE.h5    the trusted model, with fp32 truth; its noise
 #     -> results/port/STAGE.h5, results/chain/A-B/STAGE.h5  the port on the golden's input, and on its own
 #     -> results/compare/STAGE.json, results/compare/chain/A-B.json -> results/verdicts.json
 #     -> results/plots/ -> results/report.html -> results/manifest.json -> results/archive/RUN.zip

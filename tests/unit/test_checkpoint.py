@@ -222,7 +222,7 @@ def test_weights_that_are_nan_load_and_fail_the_comparison(model, tmp_path):
 
     def run(name):
         description = describe(model, ["embed"])["embed"]
-        golden.make_stage("embed", model, description, tokens, None, tmp_path / name, settings)
+        golden.make_stage("embed", model, description, tokens, None, tmp_path / name, tmp_path / "noise.h5", settings)
 
     run("whole.h5")
     embedding = "model.embed_tokens.weight"
@@ -231,7 +231,7 @@ def test_weights_that_are_nan_load_and_fail_the_comparison(model, tmp_path):
     with tensors.reading(tmp_path / "nan.h5") as file:
         assert tensors.attributes(file["golden/out"])["nan"] == 64
     tensors.write(tmp_path / "port.h5", {"port": {"out": tensors.read(tmp_path / "nan.h5", "golden/out")}})
-    result = compare_stage("embed", tmp_path / "whole.h5", tmp_path / "port.h5", tokens.valid, 1.5)
+    result = compare_stage("embed", tmp_path / "whole.h5", None, tmp_path / "port.h5", tokens.valid, 1.5)
     assert result["status"] == "fail" and result["taps"]["out"]["status"] == "fail"
 
 

@@ -70,7 +70,7 @@ class Stage:
         return self
 
     def compare(self):
-        result = compare_stage(self.stage, self.golden_path, self.port_path, self.valid, LIMIT)
+        result = compare_stage(self.stage, self.golden_path, None, self.port_path, self.valid, LIMIT)
         json.dumps(result, allow_nan=False)
         return result
 

@@ -49,6 +49,7 @@ def stream(directory, results):
             TOKENS,
             results / f"{previous}.h5" if previous else None,
             results / f"{stage}.h5",
+            results / f"{stage}.noise.h5",
             SETTINGS,
         )
     return stages

@@ -245,7 +245,7 @@ def test_job_killed_between_work_and_record_runs_again(job, tmp_path):
     [
         ("golden", ("weights", "tokens", "config")),
         ("port", ("weights", "tokens", "config")),
-        ("compare", ("golden", "port", "tokens")),
+        ("compare", ("golden", "noise", "port", "tokens")),
         ("plot-stage", ("comparisons",)),
         ("report", ("template", "verdicts", "unused", "comparisons")),
     ],

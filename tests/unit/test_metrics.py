@@ -214,7 +214,7 @@ def test_the_order_of_blocks_is_the_order_of_the_tensor(tap):
     seen = np.zeros(valid.shape, int)
     numbers = np.arange(valid.size).reshape(valid.shape)
     order = []
-    for batch, seq in metrics._blocks(golden.shape, 7):
+    for batch, seq in metrics.blocks(golden.shape, 7):
         seen[batch, seq] += 1
         order += numbers[batch, seq].reshape(-1).tolist()
     assert (seen == 1).all() and order == sorted(order)

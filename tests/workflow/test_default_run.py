@@ -68,7 +68,7 @@ def test_archive_verifies_and_shows_what_was_changed(workflow):
 
 
 MISTAKES = {
-    "epsilon of a norm": ("self.eps = eps", "self.eps = 1e-2", "attn.q_norm"),
+    "epsilon of a norm": ("self.eps = eps", "self.eps = 3e-2", "attn.q_norm"),
     "norm without its weight": ("return wide.to(x.dtype) * self.weight", "return wide.to(x.dtype)", "input_norm"),
     "norm adds one to its weight": ("* self.weight\n", "* (1 + self.weight)\n", "input_norm"),
     "theta of another model": ('return config["rotary_dim"], theta', 'return config["rotary_dim"], 1e4', "attn.q_rot"),
@@ -105,6 +105,16 @@ MISTAKES = {
     ),
     "gate and up swapped": ("F.silu(gate) * up", "gate * F.silu(up)", "mlp.out"),
     "gelu for silu": ("F.silu(gate)", "F.gelu(gate)", "mlp.out"),
+    "one head scaled by 5 %": (
+        'tap("attn.q_rot", rotate(q, cos, sin))',
+        'tap("attn.q_rot", rotate(q, cos, sin) * (1 + 0.05 * (torch.arange(q.shape[2], device=q.device) == 1)[:, None]))',
+        "attn.q_rot",
+    ),
+    "last token seen by nobody": (
+        "positions[:, None] >= positions",
+        "(positions[:, None] >= positions) & ((positions != 20) | (positions[:, None] == 20))",
+        "attn.context",
+    ),
 }
 
 
@@ -124,9 +134,8 @@ def test_a_changed_line_turns_the_verdict_of_its_layer(workflow, tmp_path, mista
     runner = port.Runner.start(results / "checkpoint", tokens, settings)
     fed = tensors.read(results / "golden/layer_001.h5", "golden/out")
     port.make_stage(runner, "layer_002", read_json(results / "weights/layer_002.json"), fed, tmp_path / "port.h5")
-    result = compare.compare_stage(
-        "layer_002", results / "golden/layer_002.h5", tmp_path / "port.h5", tokens.valid, 1.5
-    )
+    golden = results / "golden/layer_002.h5", results / "noise/layer_002.h5"
+    result = compare.compare_stage("layer_002", *golden, tmp_path / "port.h5", tokens.valid, 1.5)
     failed = [name for name, entry in result["taps"].items() if entry["status"] == "fail"]
     assert result["status"] == "fail"
     if tap is not None:

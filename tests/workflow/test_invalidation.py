@@ -25,7 +25,7 @@ TELLING = {"verdicts.json", "plots/map.svg", "plots/depth.svg", "report.html", "
 
 
 def golden(stages):
-    return {f"golden/{stage}.h5" for stage in stages}
+    return {f"{side}/{stage}.h5" for side in ("golden", "noise") for stage in stages}
 
 
 def isolated(stages):

@@ -70,9 +70,9 @@ def make_tokens(args: argparse.Namespace) -> None:
 
 
 def make_golden(args: argparse.Namespace) -> None:
-    (output,) = args.outputs
     previous = args.previous[0] if args.previous else None
-    target = output.absolute()  # code that comes with a checkpoint may change the directory
+    # Absolute, since code that comes with a checkpoint may change the directory.
+    targets = {"output": args.outputs[0].absolute(), "noise": args.outputs[-1].absolute()}
 
     def work() -> None:
         from layerproof import golden, tokens
@@ -83,8 +83,8 @@ def make_golden(args: argparse.Namespace) -> None:
             read_json(args.weights[0]),
             tokens.Tokens.read(args.tokens),
             previous,
-            target,
-            args.spec,
+            settings=args.spec,
+            **targets,
         )
 
     job = _job(args, [*args.weights, args.tokens, args.config, *args.previous])
@@ -144,11 +144,12 @@ def make_comparison(args: argparse.Namespace) -> None:
         from layerproof import compare, tokens
 
         valid = tokens.Tokens.read(args.tokens).valid
-        write_json(
-            output, compare.compare_stage(args.spec["stage"], args.golden[0], args.port[0], valid, args.spec["limit"])
+        content = compare.compare_stage(
+            args.spec["stage"], args.golden[0], args.noise[0], args.port[0], valid, args.spec["limit"]
         )
+        write_json(output, content)
 
-    jobs.run(_job(args, [*args.golden, *args.port, args.tokens]), work)
+    jobs.run(_job(args, [*args.golden, *args.noise, *args.port, args.tokens]), work)
 
 
 def make_chain_comparison(args: argparse.Namespace) -> None:
@@ -254,7 +255,8 @@ def _job(args: argparse.Namespace, inputs: Sequence[Path], **more: Any) -> jobs.
 def _leave_error(job: jobs.Job, error: StageError) -> None:
     from layerproof import tensors
 
-    tensors.write_error(job.outputs[0], error)
+    for output in job.outputs:
+        tensors.write_error(output, error)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -289,7 +291,7 @@ def parser() -> argparse.ArgumentParser:
         "Runs stages of the port: the first on the golden's input, each of the others on the output of the one before.",
         *("weights", "tokens", "config", "previous"),
     )
-    job_verb("compare", make_comparison, "Compares the two sides of a stage.", "golden", "port", "tokens")
+    job_verb("compare", make_comparison, "Compares the two sides of a stage.", "golden", "noise", "port", "tokens")
     job_verb(
         "compare-chain",
         make_chain_comparison,

@@ -13,7 +13,8 @@ from layerproof import tensors
 from layerproof.errors import StageError, StageMissing
 from layerproof.logits import compare_logits
 from layerproof.metrics import Tensor, compare, judge
-from layerproof.routing import AFTER_ROUTER, Routing, compare_choices
+from layerproof.noise import Noise
+from layerproof.routing import AFTER_ROUTER, Routing, chosen, compare_choices
 from layerproof.stages import LM_HEAD
 from layerproof.taps import OUT, in_order
 
@@ -24,8 +25,12 @@ CHANGED_BY = 2.0
 STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf")
 
 
-def compare_stage(stage: str, golden: Path, port: Path, valid: np.ndarray, limit: float) -> dict[str, Any]:
+def compare_stage(
+    stage: str, golden: Path, noise: Path | None, port: Path, valid: np.ndarray, limit: float
+) -> dict[str, Any]:
     """The content of results/compare/STAGE.json: every tap that the golden has ends as pass, fail, error or missing.
+
+    Without `noise` the golden's own error is all that is known of it.
 
     The stage is `error` if its port or golden failed or cannot be read, `missing` if there is nothing to compare because
     another stage failed, `fail` if any tap fails, and else `pass`.
@@ -35,6 +40,7 @@ def compare_stage(stage: str, golden: Path, port: Path, valid: np.ndarray, limit
         with tensors.reading(golden) as golden_file:
             wanted = tensors.taps(golden_file, "golden")
             truth = tensors.taps(golden_file, "truth")
+            bands = tensors.read_noise(noise) if noise else {}
             result["statistics"] = {"golden": _statistics(wanted)}
             result["golden"] = tensors.attributes(golden_file)
             try:
@@ -42,7 +48,7 @@ def compare_stage(stage: str, golden: Path, port: Path, valid: np.ndarray, limit
                     found = tensors.taps(port_file, "port")
                     result["statistics"]["port"] = _statistics(found)
                     result["port"] = tensors.attributes(port_file)
-                    result |= _compare_taps(stage, found, wanted, truth, valid, limit)
+                    result |= _compare_taps(stage, found, wanted, truth, bands, valid, limit)
             except StageError as error:
                 tensors.check(golden)  # damage in the golden's data shows only here, and is no fault of the port's file
                 result["taps"] = {name: _failed(error) for name in in_order(wanted)}
@@ -61,17 +67,26 @@ def _compare_taps(
     found: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     truth: Mapping[str, Tensor],
+    noise: Mapping[str, Noise],
     valid: np.ndarray,
     limit: float,
 ) -> dict[str, Any]:
     routing = _routing(found, wanted, truth, valid)
+    experts = chosen(truth["router.choice"], truth["router.weights"].shape[-1]) if routing else None
     taps: dict[str, dict[str, Any]] = {}
     for name in in_order(wanted):
         if name not in found:
             taps[name] = {"status": "missing", "reason": "the port hands no tensor over for this tap"}
             continue
-        left_out = routing.left_out if routing and name in AFTER_ROUTER else None
-        taps[name] = judge(found[name], wanted[name], truth[name], valid, limit, left_out)
+        left_out = np.zeros_like(valid)
+        if routing and name in AFTER_ROUTER:
+            left_out |= routing.left_out
+        if name in noise:
+            left_out |= valid & ~noise[name].compared
+        taps[name] = judge(
+            *(found[name], wanted[name], truth[name], valid, limit, left_out, noise.get(name)),
+            experts=experts if name in AFTER_ROUTER else None,
+        )
         if routing and routing.compared and name == "router.choice":
             reason = routing.reason()
             taps[name] |= {"status": "fail" if reason else "pass", "reason": reason}

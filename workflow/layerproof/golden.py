@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,16 @@ import torch
 
 from layerproof import checkpoint, tensors
 from layerproof.errors import UserError
+from layerproof.noise import noise_of_taps
 from layerproof.taps import OUT, in_order
 from layerproof.tokens import Tokens
 from layerproof.transformers_stage import run_stage, stage_module
+from layerproof.variants import variants
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Taps = dict[str, tensors.Tensor]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -38,13 +43,15 @@ def make_stage(
     tokens: Tokens,
     previous: Path | None,
     output: Path,
+    noise: Path,
     settings: Mapping[str, Any],
 ) -> None:
-    """Runs a stage of the golden and writes `golden/TAP` in its dtype and `truth/TAP` in fp32.
+    """Runs a stage of the golden and writes `golden/TAP` in its dtype and `truth/TAP` in fp32; and to `noise` how far
+    legitimate variants of it are from the truth, in a file of its own, which is no input of the port.
 
     The input is `golden/out` of the previous stage's file: the golden follows its own trajectory, and the truth of every
     stage starts from the same input. `settings` are the config's `golden` with `trust_remote_code`, and `compared`: a
-    stage that only feeds others is run without taps and truth.
+    stage that only feeds others is run without truth, noise and taps.
 
     Raises:
         StageError: if weights or input are missing or damaged.
@@ -52,26 +59,37 @@ def make_stage(
     device = resolve_device(settings["device"])
     dtype = getattr(torch, settings["dtype"])
     stage_input = tensors.to_torch(tensors.read_stage_input(previous, "golden/out")).to(device) if previous else None
-    groups = {"golden": _run(stage, directory, description, tokens, stage_input, device, dtype, settings)}
-    if settings["compared"]:
-        truth_input = None if stage_input is None else stage_input.float()
-        truth = _run(stage, directory, description, tokens, truth_input, device, torch.float32, settings)
-        groups["truth"] = truth
-    else:
-        groups["golden"] = {OUT: groups["golden"][OUT]}
-    tensors.write(output, groups, valid=tokens.valid, attributes={"stage": stage, "device": _device_name(device)})
+    ids, valid = torch.from_numpy(tokens.ids).to(device), torch.from_numpy(tokens.valid).to(device)
+
+    def run(model: PreTrainedModel, stage_input: torch.Tensor | None) -> Taps:
+        taps = run_stage(model, stage, stage_input, ids, valid)
+        return {name: tensors.to_array(taps[name]) for name in in_order(taps)}
+
+    model = _load(stage, directory, description, device, dtype, settings)
+    golden = run(model, stage_input)
+    attributes = {"stage": stage, "device": _device_name(device)}
+    if not settings["compared"]:
+        tensors.write(output, {"golden": {OUT: golden[OUT]}}, valid=tokens.valid, attributes=attributes)
+        tensors.write_noise(noise, {}, [])
+        return
+    others = dict(variants(model, functools.partial(run, model), stage_input))
+    del model  # the truth needs its memory
+    truth_input = None if stage_input is None else stage_input.float()
+    truth = run(_load(stage, directory, description, device, torch.float32, settings), truth_input)
+    groups = {"golden": golden, "truth": truth}
+    tensors.write(output, groups, valid=tokens.valid, attributes=attributes)
+    tensors.write_noise(noise, noise_of_taps(golden, list(others.values()), truth, tokens.valid), list(others))
 
 
-def _run(
+def _load(
     stage: str,
     directory: Path,
     description: Mapping[str, Any],
-    tokens: Tokens,
-    stage_input: torch.Tensor | None,
     device: torch.device,
     dtype: torch.dtype,
     settings: Mapping[str, Any],
-) -> dict[str, tensors.Tensor]:
+) -> PreTrainedModel:
+    """The model with this stage's weights; in fp32 it computes the truth."""
     implementations = {
         key: settings[key] for key in ("attn_implementation", "experts_implementation") if settings.get(key)
     }
@@ -85,14 +103,7 @@ def _run(
     checkpoint.load_stage(model, stage, directory, description, device)
     for module in experts:
         _widen_on_use(module)
-    taps = run_stage(
-        model,
-        stage,
-        stage_input,
-        torch.from_numpy(tokens.ids).to(device),
-        torch.from_numpy(tokens.valid).to(device),
-    )
-    return {name: tensors.to_array(taps[name]) for name in in_order(taps)}
+    return model
 
 
 def _experts_in_bf16(model: PreTrainedModel, stage: str, description: Mapping[str, Any]) -> list[torch.nn.Module]:

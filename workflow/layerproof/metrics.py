@@ -16,10 +16,13 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from layerproof.noise import Noise
+
 CHUNK_ELEMENTS = 1 << 19  # elements of one tensor held at a time; a single token may be longer
 MAX_BLOCKS = 64  # channel blocks of a tap
 R_MAX = 1e9  # stands for infinity in R
-LIMIT = 1.5  # largest R that passes
+LIMIT = 1.5  # largest R that passes, in units of the band
+GROUP_LIMIT = 4 / 3  # times the limit, for the worst group: at LIMIT a mistake in one group shows at twice the noise
 
 # Router near-ties flip a few choices in any legitimate variant, even where the golden happens to flip none. So this
 # share of the tokens, and always one token, may differ from the truth beyond what the golden explains. A first rule, to
@@ -132,8 +135,12 @@ def error_squares(port: np.ndarray, golden: np.ndarray, truth: np.ndarray) -> np
 
     The last is ulp^2 / 12, the mean if roundings are uniform.
     """
-    expected = bf16_ulp(truth) / math.sqrt(12)
-    return np.square(np.stack((port - truth, golden - truth, bf16_rounding(truth), expected)))
+    return np.stack((np.square(port - truth), np.square(golden - truth), *rounding_squares(truth)))
+
+
+def rounding_squares(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Squared errors of rounding fp64 values to bf16, real and as expected."""
+    return np.square(bf16_rounding(truth)), np.square(bf16_ulp(truth)) / 12
 
 
 def noise_of(squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -162,12 +169,26 @@ def noise_ratio(squares: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.where(count > 0, ratio, np.nan)
 
 
+def relative(squares: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Squared errors in units of the noise, a mean squared error; at most R_MAX squared where there is none."""
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return np.where(squares > 0, np.minimum(squares / noise, R_MAX**2), 0.0)
+
+
+def unit_ratio(units: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """R of groups from their sums of squared errors in units of the noise, [1, groups]; NaN where count is 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(count > 0, np.sqrt(units[0] / count), np.nan)
+
+
 def compare(
     port: Tensor,
     golden: Tensor,
     truth: Tensor,
     valid: np.ndarray,
     left_out: np.ndarray | None = None,
+    noise: Noise | None = None,
+    experts: np.ndarray | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> dict[str, Any]:
     """All metrics of one tap, in one pass. The tensors are [batch, seq, features...], valid is bool [batch, seq].
@@ -176,6 +197,9 @@ def compare(
     [batch, seq], count in `nonfinite` alone: what differs there is known and excused. Elements that are not finite in all
     three tensors are counted in `nonfinite` and left out of the rest. (A value beyond the range of fp32 is not finite.)
     Errors are fp64 differences. Indices are lists, [b, s, ...] of the tensor. `None` is an undefined value.
+
+    With `noise` R of groups is the rms of errors in units of the noise at their token and channel. `experts`, bool
+    [batch, seq, experts], tells which token goes to which.
 
     A tap of floats gives:
         kind: "float"
@@ -199,6 +223,9 @@ def compare(
         block_R: R of at most 64 equal contiguous blocks of the flattened features (the last may be shorter)
         worst_block: {index, R, channels: [from, to)}
         head_R, worst_head: [heads] and {index, R} of a tap [batch, seq, heads, dim], else None
+        expert_R, worst_expert: [experts] and {index, R} over the tokens of each expert, None without experts
+        band: the noise's bands by kind of group (noise.py); weighted_R: rms of the port's errors, each in units of the
+            noise at its token and channel. Both None without noise
         nonfinite: {port, golden, truth: {nan, inf, first}, port_differs, reference_differs: {count, first, port,
             golden, truth}}. port_differs: the port is not finite and the truth is not the same NaN, Inf or -Inf.
             reference_differs: the port is finite and the golden or the truth is not. Both describe their first element
@@ -229,8 +256,8 @@ def compare(
     Source: R is the three-way comparison of docs/verdicts.md.
     """
     _check(port, golden, truth, valid)
-    comparison = _comparison(port, golden, truth, valid, left_out)
-    for batch, seq in _blocks(golden.shape, chunk_elements):
+    comparison = _comparison(port, golden, truth, valid, left_out, noise, experts)
+    for batch, seq in blocks(golden.shape, chunk_elements):
         comparison.add(batch, seq)
     return comparison.result()
 
@@ -242,22 +269,25 @@ def judge(
     valid: np.ndarray,
     limit: float = LIMIT,
     left_out: np.ndarray | None = None,
+    noise: Noise | None = None,
+    experts: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """`compare`, with `status` ("pass" or "fail") and `reason` (a sentence, None for a pass) added.
 
     These fail whatever R is: another shape or kind of dtype (the metrics are then those of an empty comparison), NaN or
     Inf in the port where the truth has not the same, NaN or Inf in the golden or the truth where the port is finite,
-    and nothing to compare. Then floats pass if R <= limit. Integers and booleans pass if the tokens in which the port
+    and nothing to compare. Then floats pass if R and weighted_R are at most limit * band, and R of the worst token, block,
+    head and expert at most limit * GROUP_LIMIT * band. Integers and booleans pass if the tokens in which the port
     differs from the truth are no more than limit times those in which the golden does plus EXACT_ALLOWANCE of them all.
 
     Raises:
         ValueError: if valid is not bool [batch, seq]; that is no fault of the port.
     """
     try:
-        result = compare(port, golden, truth, valid, left_out)
+        result = compare(port, golden, truth, valid, left_out, noise, experts)
         reason = _reason(result, limit)
     except (ShapeMismatch, DtypeMismatch) as mismatch:
-        result = _comparison(port, golden, truth, valid, left_out).result()
+        result = _comparison(port, golden, truth, valid, left_out, None, None).result()
         reason = str(mismatch)
     return {"status": "fail" if reason else "pass", "reason": reason, **result}
 
@@ -273,9 +303,9 @@ def statistics(tensor: Tensor, valid: np.ndarray | None = None, chunk_elements: 
     valid = np.ones(tensor.shape[:2], bool) if valid is None else valid
     _check_valid(valid, tensor)
     moments, nan, inf = _Moments(1), 0, 0
-    for batch, seq in _blocks(tensor.shape, chunk_elements):
+    for batch, seq in blocks(tensor.shape, chunk_elements):
         values = tensor.floats(tensor.read(batch, seq)[valid[batch, seq].reshape(-1)])
-        finite = _finite(values)
+        finite = is_finite(values)
         nan += int(np.count_nonzero(np.isnan(values)))
         inf += int(np.count_nonzero(~finite & ~np.isnan(values)))
         moments.add(values[finite][None])
@@ -323,12 +353,28 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
             )
     if not result["count"]:
         return "nothing was compared: no element of a valid token is finite in port, golden and truth"
-    if result["R"] > limit:
+    band = result["band"] or {"whole": 1.0}
+    if result["R"] > limit * band["whole"]:
         token = result["worst_token"]
         return (
-            f"R is {result['R']:.4g}, above the limit of {limit:g}; "
+            f"R is {result['R']:.4g}, above the limit of {limit * band['whole']:.4g}; "
             f"the worst token is {_brackets(token['index'])} with R {token['R']:.4g}"
         )
+    if "weighted" in band and result["weighted_R"] > limit * band["weighted"]:
+        return (
+            f"R is {result['weighted_R']:.4g} with each element in units of its noise, above the limit of "
+            f"{limit * band['weighted']:.4g}; over all R is {result['R']:.4g}"
+        )
+    for kind, reached in band.items():
+        worst = result.get(f"worst_{kind}")
+        allowed = limit * GROUP_LIMIT * reached
+        if worst and worst["R"] > allowed:
+            index = worst["index"]
+            where = _brackets(index) if isinstance(index, list) else f"{index}"
+            return (
+                f"R is {worst['R']:.4g} at {kind} {where}, above the limit of {allowed:.4g} for the worst {kind}; "
+                f"over all R is {result['R']:.4g}"
+            )
     return None
 
 
@@ -349,7 +395,7 @@ def _brackets(index: list[int] | tuple[int, ...]) -> str:
     return f"[{','.join(str(i) for i in index)}]"
 
 
-def _blocks(shape: tuple[int, ...], chunk_elements: int) -> Iterator[tuple[slice, slice]]:
+def blocks(shape: tuple[int, ...], chunk_elements: int) -> Iterator[tuple[slice, slice]]:
     """Slices of batch and seq that cut a tensor, in its order, into blocks of about chunk_elements elements."""
     if math.prod(shape) == 0:
         return
@@ -366,7 +412,7 @@ def _tokens(batch: slice, seq: slice, length: int) -> np.ndarray:
     return np.add.outer(np.arange(batch.start, batch.stop) * length, np.arange(seq.start, seq.stop)).reshape(-1)
 
 
-def _finite(values: np.ndarray) -> np.ndarray:
+def is_finite(values: np.ndarray) -> np.ndarray:
     """Where fp64 values are within the range of fp32, so that no sum of squares overflows; False at NaN."""
     return np.abs(values) <= FLOAT32_MAX
 
@@ -560,15 +606,28 @@ class _Padding:
 class _FloatComparison:
     """What `compare` gathers about a tap of floats."""
 
-    def __init__(self, port: Tensor, golden: Tensor, truth: Tensor, valid: np.ndarray, left_out: np.ndarray) -> None:
+    def __init__(
+        self,
+        port: Tensor,
+        golden: Tensor,
+        truth: Tensor,
+        valid: np.ndarray,
+        left_out: np.ndarray,
+        noise: Noise | None,
+        experts: np.ndarray | None,
+    ) -> None:
         self.tensors = {"port": port, "golden": golden, "truth": truth}
         self.valid = valid
         self.left_out = left_out.reshape(-1)
+        self.noise = noise
+        self.experts = experts
         self.shape = golden.shape
         self.features = math.prod(golden.shape[2:])
         self.counts = np.zeros(self.features, np.int64)
         self.channels = np.zeros((4, self.features))  # sums of error_squares over the tokens
-        self.token_R = np.full(valid.size, np.nan)
+        self.token_counts = np.zeros(valid.size, np.int64)
+        self.tokens = np.zeros((4, valid.size))  # sums of error_squares over the features
+        self.in_noise = np.zeros(valid.size), np.zeros(self.features)  # sums of the port's in units of the noise
         self.moments = _Moments(2)  # of port and golden
         self.truth_squares = 0.0
         self.difference_squares = 0.0
@@ -584,7 +643,7 @@ class _FloatComparison:
         tokens = _tokens(batch, seq, self.valid.shape[1])
         stored = {name: tensor.read(batch, seq) for name, tensor in self.tensors.items()}
         values = {name: self.tensors[name].floats(of) for name, of in stored.items()}
-        finite = {name: _finite(of) for name, of in values.items()}
+        finite = {name: is_finite(of) for name, of in values.items()}
         keep = finite["port"] & finite["golden"] & finite["truth"]
         if not valid.all():
             padding = keep & ~valid[:, None]
@@ -607,7 +666,13 @@ class _FloatComparison:
         squares = error_squares(**values)
         self.counts += keep.sum(axis=0)
         self.channels += squares.sum(axis=1)
-        self.token_R[tokens] = noise_ratio(squares.sum(axis=2), keep.sum(axis=1))
+        self.token_counts[tokens] = keep.sum(axis=1)
+        self.tokens[:, tokens] = squares.sum(axis=2)
+        if self.noise is not None:
+            units = self.noise.units(squares[0], squares[3], tokens)
+            by_token, by_channel = self.in_noise
+            by_token[tokens] = units.sum(axis=1)
+            by_channel += units.sum(axis=0)
 
     def _add_elements(self, tokens: np.ndarray, keep: np.ndarray, values: dict[str, np.ndarray]) -> None:
         port, golden, truth = (values[name][keep] for name in ("port", "golden", "truth"))
@@ -698,30 +763,61 @@ class _FloatComparison:
         }
 
     def _groups(self) -> dict[str, Any]:
-        """R by token, channel block and head."""
-        token_R = self.token_R.reshape(self.valid.shape)
-        size = max(1, math.ceil(self.features / MAX_BLOCKS))
-        block_R = self._channel_R(size)
-        worst_block = _worst(block_R)
-        if worst_block:
-            start = worst_block["index"] * size
-            worst_block["channels"] = [start, min(start + size, self.features)]
-        head_R = self._channel_R(self.shape[3]) if len(self.shape) == 4 else None
-        return {
-            "token_R": _listed(token_R),
-            "worst_token": _worst(token_R),
-            "block_R": _listed(block_R),
-            "worst_block": worst_block,
-            "head_R": None if head_R is None else _listed(head_R),
-            "worst_head": None if head_R is None else _worst(head_R),
+        """R by token, channel block, head and expert."""
+        if self.noise is None:
+            tokens, channels, ratio_of = self.tokens, self.channels, noise_ratio
+        else:
+            tokens, channels = (sums[None] for sums in self.in_noise)
+            ratio_of = unit_ratio
+        groups = groups_of(channels, self.counts, self.shape)
+        if self.experts is not None:
+            groups["expert"] = by_expert(tokens, self.token_counts, self.experts)
+        ratios = {kind: ratio_of(*group) for kind, group in groups.items()}
+        ratios["token"] = ratio_of(tokens, self.token_counts).reshape(self.valid.shape)
+        weighted = self.noise is not None and self.counts.any()
+        result: dict[str, Any] = {
+            "band": None if self.noise is None else dict(self.noise.band),
+            "weighted_R": math.sqrt(tokens.sum() / self.counts.sum()) if weighted else None,
         }
+        for kind in GROUPS:
+            ratio = ratios.get(kind)
+            result[f"{kind}_R"] = None if ratio is None else _listed(ratio)
+            result[f"worst_{kind}"] = None if ratio is None else _worst(ratio)
+        if result["worst_block"]:
+            size = block_size(self.features)
+            start = result["worst_block"]["index"] * size
+            result["worst_block"]["channels"] = [start, min(start + size, self.features)]
+        return result
 
-    def _channel_R(self, size: int) -> np.ndarray:
-        """R of groups of this many adjacent channels; the last may have fewer."""
-        if not self.features:
-            return np.zeros(0)
-        starts = np.arange(0, self.features, size)
-        return noise_ratio(np.add.reduceat(self.channels, starts, axis=1), np.add.reduceat(self.counts, starts))
+
+GROUPS = ("token", "block", "head", "expert")
+"""Kinds of groups of elements whose worst R is looked at."""
+
+
+def block_size(features: int) -> int:
+    """Channels in one of at most MAX_BLOCKS equal blocks."""
+    return max(1, math.ceil(features / MAX_BLOCKS))
+
+
+def groups_of(
+    channels: np.ndarray, counts: np.ndarray, shape: tuple[int, ...]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Sums by channel [rows, features] and counts [features], added up by block and, of a tap of heads, by head."""
+    features = len(counts)
+    sizes = {"block": block_size(features), **({"head": shape[3]} if len(shape) == 4 else {})}
+    starts = {kind: np.arange(0, features, max(1, size)) for kind, size in sizes.items()}
+    return {
+        kind: (np.add.reduceat(channels, start, axis=1), np.add.reduceat(counts, start))
+        if features
+        else (channels, counts)
+        for kind, start in starts.items()
+    }
+
+
+def by_expert(tokens: np.ndarray, count: np.ndarray, experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums [rows, tokens] and counts [tokens], added up over the tokens that go to each expert."""
+    goes = experts.reshape(-1, experts.shape[-1]).astype(np.float64)
+    return tokens @ goes, count @ goes
 
 
 def _fixed(result: dict[str, Any]) -> dict[str, bool | None]:
@@ -778,7 +874,15 @@ class _ExactComparison:
 
 
 def _comparison(
-    port: Tensor, golden: Tensor, truth: Tensor, valid: np.ndarray, left_out: np.ndarray | None
+    port: Tensor,
+    golden: Tensor,
+    truth: Tensor,
+    valid: np.ndarray,
+    left_out: np.ndarray | None,
+    noise: Noise | None,
+    experts: np.ndarray | None,
 ) -> _FloatComparison | _ExactComparison:
-    kind = _FloatComparison if golden.kind == "float" else _ExactComparison
-    return kind(port, golden, truth, valid, np.zeros_like(valid) if left_out is None else left_out)
+    left_out = np.zeros_like(valid) if left_out is None else left_out
+    if golden.kind == "float":
+        return _FloatComparison(port, golden, truth, valid, left_out, noise, experts)
+    return _ExactComparison(port, golden, truth, valid, left_out)

@@ -58,7 +58,8 @@ def render(
     )
     environment.filters |= {"number": number, "brackets": brackets, "share": share}
     images = {name: _data_uri(path) for name, path in plots.items()}
-    headline, *details = verdict_sentences(verdicts, comparisons, chains, config["compare"]["limit"])
+    limit = config["compare"]["limit"]
+    headline, *details = verdict_sentences(verdicts, comparisons, chains, limit)
     return environment.get_template(template.name).render(
         overall=verdicts["overall"],
         headline=headline,
@@ -68,9 +69,9 @@ def render(
         map=images.get("map"),
         depth=images.get("depth"),
         logits=_logits(comparisons, chains),
-        stages=[_stage(one, verdicts["stages"][one["stage"]], chains, images) for one in comparisons],
+        stages=[_stage(one, verdicts["stages"][one["stage"]], chains, images, limit) for one in comparisons],
         chains=chains,
-        limit=config["compare"]["limit"],
+        limit=limit,
         config=as_yaml(config),
         software=_software(),
         hardware=_hardware(),
@@ -120,10 +121,19 @@ def verdict_sentences(
 def _culprit(culprit: Mapping[str, Any], comparisons: Sequence[Comparison], limit: float) -> str:
     stage, name = culprit["stage"], culprit["tap"]
     tap = next(comparison["taps"][name] for comparison in comparisons if comparison["stage"] == stage)
-    R = tap.get("R")
-    because = f"R is {_above(R, limit)} where {limit:g} is allowed" if R is not None and limit < R else tap["reason"]
+    R, allowed = tap.get("R"), _allowed(tap, limit)
+    because = tap["reason"]
+    if R is not None and allowed is not None and allowed < R:
+        because = f"R is {_above(R, allowed)} where {allowed:.4g} is allowed"
     cause = f" The likely cause is {culprit['cause']}." if culprit["cause"] else ""
     return f"{stage} is the first that goes wrong, at {name}: {_stopped(because)}{cause}"
+
+
+def _allowed(tap: Mapping[str, Any], limit: float) -> float | None:
+    """The largest R of the whole tap that passes."""
+    if tap.get("R") is None:
+        return None
+    return limit * (tap["band"] or {"whole": 1.0})["whole"]
 
 
 def _first_stopped(stopped: Sequence[Comparison]) -> list[str]:
@@ -171,8 +181,9 @@ def what_was_compared(
         "Golden": f"{golden['dtype']} on {_devices(comparisons, 'golden')}; truth in float32",
         "Port": f"{port['module'] if port['backend'] != 'transformers' else 'transformers'}, {port['dtype']} on "
         f"{_devices(comparisons, 'port')}",
-        "Rule": f"a tap passes if R ≤ {config['compare']['limit']:g}, where R is the error of the port in units of "
-        "the error of the golden, both against the fp32 truth",
+        "Rule": f"a tap passes if R is at most {config['compare']['limit']:g} times what legitimate variants of the golden "
+        "reach, where R is the error of the port in units of the error of the golden, both against the fp32 truth; its "
+        f"worst token, channel block, head and expert at most {metrics.GROUP_LIMIT * config['compare']['limit']:g} times",
     }
     kinds = {port["kind"] for port in _sides(comparisons, "port") if "kind" in port}
     graphs = [port["compilations"] for port in _sides(comparisons, "port") if "compilations" in port]
@@ -292,6 +303,7 @@ def _stage(
     verdict: Mapping[str, Any],
     chains: Sequence[Mapping[str, Any]],
     images: Mapping[str, str],
+    limit: float,
 ) -> dict[str, Any]:
     """What the template shows of one stage."""
     stage, taps = comparison["stage"], comparison["taps"]
@@ -308,7 +320,7 @@ def _stage(
         "first_failing": next((name for name, tap in taps.items() if tap["status"] == "fail"), None),
         "out_R": out.get("R"),
         "worst": {"tap": worst[1], "R": worst[2]} if worst and worst[2] is not None else None,
-        "taps": [_tap(name, tap) for name, tap in taps.items()] if compared else [],
+        "taps": [_tap(name, tap, limit) for name, tap in taps.items()] if compared else [],
         "names": list(taps),
         "failing": [(name, tap["reason"]) for name, tap in taps.items() if tap["status"] == "fail"],
         "routing": _routing_text(comparison["routing"]) if comparison["routing"] else None,
@@ -331,7 +343,7 @@ def _stage(
     }
 
 
-def _tap(name: str, tap: Mapping[str, Any]) -> dict[str, Any]:
+def _tap(name: str, tap: Mapping[str, Any], limit: float) -> dict[str, Any]:
     """A row of the table of taps; the metrics keep their names of metrics.compare."""
     return {
         "name": name,
@@ -339,6 +351,7 @@ def _tap(name: str, tap: Mapping[str, Any]) -> dict[str, Any]:
         "tap": tap,
         "metrics": tap.get("kind"),
         "text": _exact_text(tap) if tap.get("kind") == "exact" else tap["reason"],
+        "allowed": _allowed(tap, limit),
         "worst": _worst_place(tap),
         "nonfinite": _nonfinite_text(tap) if tap.get("kind") == "float" else None,
         "fixed": _fixed_text(tap["fixed"]) if "fixed" in tap else None,
@@ -372,12 +385,14 @@ def _routing_text(routing: Mapping[str, Any]) -> str:
 
 
 def _worst_place(tap: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The token, head or block of channels with the largest R."""
+    """The token, head, block of channels or expert with the largest R."""
     places = []
     if token := tap.get("worst_token"):
         places.append({"R": token["R"], "text": f"token {brackets(token['index'])}"})
     if head := tap.get("worst_head"):
         places.append({"R": head["R"], "text": f"head {head['index']}"})
+    if expert := tap.get("worst_expert"):
+        places.append({"R": expert["R"], "text": f"tokens of expert {expert['index']}"})
     if block := tap.get("worst_block"):
         first, end = block["channels"]
         places.append(

@@ -94,8 +94,7 @@ def compare_choices(
     that the port leaves out and one that it takes instead. The port's choice is not compared if it is not handed over, if
     its shape or dtype is not the golden's (the tap fails by that), or if the selection values are not known.
     """
-    # By value: ascending lists of equal sets are equal, whatever the number of experts.
-    golden_flips = (_sorted(golden) != _sorted(truth)).any(-1) & valid
+    golden_flips = flips(golden, truth) & valid
     nothing = np.zeros_like(golden_flips)
     unknown = port is None or port.shape != golden.shape or port.kind != "integer"
     if port is None or unknown or golden_selection is None or truth_selection is None:
@@ -105,24 +104,29 @@ def compare_choices(
     error = error[np.isfinite(error)]
     noise = FLIP_SIGMAS * float(np.sqrt(2.0 * np.mean(np.square(error)))) if error.size else 0.0
     experts = selection.shape[-1]
-    wanted, mine = _chosen(truth, experts), _chosen(port, experts)
-    flips = (mine != wanted).any(-1) & valid
+    wanted, mine = chosen(truth, experts), chosen(port, experts)
+    flipped = (mine != wanted).any(-1) & valid
     dropped = np.where(wanted & ~mine, selection, -np.inf).max(-1)
     taken = np.where(mine & ~wanted, selection, np.inf).min(-1)
     # The same expert twice, or one that there is not, is no near-tie whatever the margins say.
     malformed = (mine.sum(-1) != port.shape[-1]) & valid
     # A margin that is no number, of selections that are none, excuses nothing.
-    margins = np.nan_to_num(np.where(flips & ~malformed, dropped - taken, 0.0), nan=LARGEST, posinf=LARGEST)
+    margins = np.nan_to_num(np.where(flipped & ~malformed, dropped - taken, 0.0), nan=LARGEST, posinf=LARGEST)
     return Routing(
         compared=True,
         tokens=int(valid.sum()),
-        flips=flips,
+        flips=flipped,
         golden_flips=golden_flips,
         malformed=malformed,
-        excused=flips & ~malformed & (margins <= noise),
+        excused=flipped & ~malformed & (margins <= noise),
         noise_margin=noise,
         largest_margin=float(margins.max(initial=0.0)),
     )
+
+
+def flips(choice: Tensor, truth: Tensor) -> np.ndarray:
+    """Tokens, bool [batch, seq], at which another set of experts is chosen."""
+    return (_sorted(choice) != _sorted(truth)).any(-1)
 
 
 def _sorted(choice: Tensor) -> np.ndarray:
@@ -133,7 +137,7 @@ def _values(tensor: Tensor) -> np.ndarray:
     return tensor.floats(tensor.data[...]).astype(np.float64)
 
 
-def _chosen(choice: Tensor, experts: int) -> np.ndarray:
+def chosen(choice: Tensor, experts: int) -> np.ndarray:
     """Bool [batch, seq, experts]; an index outside of the experts chooses nothing."""
     indices = np.asarray(choice.data[...])
     return (indices[..., None] == np.arange(experts)).any(-2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,11 +19,13 @@ import numpy as np
 from layerproof.errors import StageError, StageMissing
 from layerproof.files import replacing
 from layerproof.metrics import Tensor, statistics
+from layerproof.noise import Noise
 
 if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 1 << 20
+NOISE_ARRAYS = ("compared", "token", "channel")
 
 
 def to_array(tensor: torch.Tensor) -> Tensor:
@@ -59,12 +61,52 @@ def write(
     Raises:
         StageError: if the file cannot be written, for instance because the disk is full; nothing is left behind.
     """
+    with _creating(path) as file:
+        _set_attributes(file, attributes or {})
+        for group, tensors in groups.items():
+            for tap, tensor in tensors.items():
+                _write_dataset(file, f"{group}/{tap}", tensor, valid)
+
+
+def write_noise(path: Path, noise: Mapping[str, Noise], variants: Sequence[str]) -> None:
+    """Writes the noise of each tap as a group of that name, with its arrays as datasets and its bands as attributes.
+
+    Raises:
+        StageError: as `write` does.
+    """
+    with _creating(path) as file:
+        _set_attributes(file, {"variants": " ".join(variants)})
+        for tap, measured in noise.items():
+            for name in NOISE_ARRAYS:
+                data = getattr(measured, name)
+                file.create_dataset(f"{tap}/{name}", data=data, chunks=data.shape, fletcher32=True)
+            _set_attributes(file[tap], {"rounding": measured.rounding, **measured.band})
+
+
+def read_noise(path: Path) -> dict[str, Noise]:
+    """Noise by tap name.
+
+    Raises:
+        StageError: as `reading` does.
+    """
+    found: dict[str, Noise] = {}
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Group) and "token" in node:
+            arrays = {key: cast("h5py.Dataset", node[key])[...] for key in NOISE_ARRAYS}
+            band = attributes(node)
+            found[name] = Noise(**arrays, rounding=band.pop("rounding"), band=band)
+
+    with reading(path) as file:
+        file.visititems(visit)
+    return found
+
+
+@contextlib.contextmanager
+def _creating(path: Path) -> Iterator[h5py.File]:
     try:
         with replacing(path) as temporary, _writing(temporary) as file:
-            _set_attributes(file, attributes or {})
-            for group, tensors in groups.items():
-                for tap, tensor in tensors.items():
-                    _write_dataset(file, f"{group}/{tap}", tensor, valid)
+            yield file
     except OSError as error:
         raise StageError(f"{path}: cannot be written ({_first_line(error)}). Free disk space and run again.") from error
 

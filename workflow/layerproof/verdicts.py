@@ -55,10 +55,13 @@ def _stage(comparison: Mapping[str, Any], chains: Sequence[Mapping[str, Any]]) -
 
 
 def _worst(tap: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The group with the largest R: a token, a channel block or a head."""
+    """The group with the largest R: a token, a channel block, a head or the tokens of an expert."""
     groups = [
         {"group": group, "index": tap[key]["index"], "R": tap[key]["R"]}
-        for group, key in (("token", "worst_token"), ("channel_block", "worst_block"), ("head", "worst_head"))
+        for group, key in (
+            *(("token", "worst_token"), ("channel_block", "worst_block")),
+            *(("head", "worst_head"), ("expert", "worst_expert")),
+        )
         if tap.get(key)
     ]
     return max(groups, key=lambda group: group["R"], default=None)

@@ -1,4 +1,4 @@
-# results/golden/STAGE.h5, results/port/STAGE.h5 -> results/compare/STAGE.json
+# results/golden/STAGE.h5, results/noise/STAGE.h5, results/port/STAGE.h5 -> results/compare/STAGE.json
 # results/golden/, results/chain/A-B/ -> results/compare/chain/A-B.json
 # all comparisons -> results/verdicts.json
 
@@ -7,6 +7,7 @@ rule compare_stage:
     """Every tap of a stage: metrics and status."""
     input:
         golden=rules.golden_stage.output.tensors,
+        noise=rules.golden_stage.output.noise,
         port=rules.port_stage.output.tensors,
         tokens=rules.tokens.output.tokens,
         stamp=lambda wildcards: stamp_file(f"results/compare/{wildcards.stage}.json", compare_stage_spec(wildcards)),
@@ -24,7 +25,7 @@ rule compare_stage:
         stamp=lambda wildcards: stamp("compare_stage", f"results/compare/{wildcards.stage}.json"),
     shell:
         "python -m layerproof compare {output.comparison:q} --golden {input.golden:q}"
-        " --port {input.port:q} --tokens {input.tokens:q}"
+        " --noise {input.noise:q} --port {input.port:q} --tokens {input.tokens:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 
 

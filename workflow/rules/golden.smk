@@ -1,8 +1,8 @@
-# results/weights/STAGE.json, results/tokens.json, results/golden/PREVIOUS.h5 -> results/golden/STAGE.h5
+# results/weights/STAGE.json, results/tokens.json, results/golden/PREVIOUS.h5 -> results/golden/STAGE.h5, results/noise/STAGE.h5
 
 
 rule golden_stage:
-    """One stage of the trusted model on its own trajectory, and its fp32 truth from the same input."""
+    """One stage of the trusted model on its own trajectory, its fp32 truth from the same input, and its noise."""
     input:
         weights="results/weights/{stage}.json",
         tokens=rules.tokens.output.tokens,
@@ -11,6 +11,7 @@ rule golden_stage:
         stamp=lambda wildcards: stamp_file(f"results/golden/{wildcards.stage}.h5", golden_stage_spec(wildcards)),
     output:
         tensors=update("results/golden/{stage}.h5"),
+        noise=update("results/noise/{stage}.h5"),
         record=update("results/records/golden/{stage}.json"),
     log:
         "results/logs/golden/{stage}.log",
@@ -24,6 +25,6 @@ rule golden_stage:
         spec=golden_stage_spec,
         stamp=lambda wildcards: stamp("golden_stage", f"results/golden/{wildcards.stage}.h5"),
     shell:
-        "python -m layerproof golden {output.tensors:q} --weights {input.weights:q}"
+        "python -m layerproof golden {output.tensors:q} {output.noise:q} --weights {input.weights:q}"
         " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
