@@ -192,7 +192,7 @@ def test_chunks_make_no_difference(tap, chunk_elements):
 
 
 def same(left, right):
-    """Equal, but for the order in which floats were summed."""
+    """Equal, but for the order in which floats were summed; the offset is a difference of means of up to 10^4."""
     if isinstance(left, dict):
         assert left.keys() == right.keys()
         for key in left:
@@ -202,7 +202,7 @@ def same(left, right):
         for pair in zip(left, right, strict=True):
             same(*pair)
     elif isinstance(left, float):
-        assert left == pytest.approx(right, rel=1e-12, abs=1e-11)
+        assert left == pytest.approx(right, rel=1e-12, abs=1e-8)
     else:
         assert left == right
 
