@@ -276,9 +276,10 @@ def judge(
 
     These fail whatever R is: another shape or kind of dtype (the metrics are then those of an empty comparison), NaN or
     Inf in the port where the truth has not the same, NaN or Inf in the golden or the truth where the port is finite,
-    and nothing to compare. Then floats pass if R and weighted_R are at most limit * band, and R of the worst token, block,
-    head and expert at most limit * GROUP_LIMIT * band. Integers and booleans pass if the tokens in which the port
-    differs from the truth are no more than limit times those in which the golden does plus EXACT_ALLOWANCE of them all.
+    and nothing to compare. Then floats pass if weighted_R is at most limit * band and R of the worst token, block, head
+    and expert at most limit * GROUP_LIMIT * band; without bands, if R <= limit. Integers and booleans pass if the tokens
+    in which the port differs from the truth are no more than limit times those in which the golden does plus
+    EXACT_ALLOWANCE of them all.
 
     Raises:
         ValueError: if valid is not bool [batch, seq]; that is no fault of the port.
@@ -353,17 +354,16 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
             )
     if not result["count"]:
         return "nothing was compared: no element of a valid token is finite in port, golden and truth"
-    band = result["band"] or {"whole": 1.0}
-    if result["R"] > limit * band["whole"]:
+    band = result["band"] or {}
+    # Plain R is not asked where the noise is known: one massive element may have most of it, and is then all that R tells.
+    what, R, allowed = "R", result["R"], limit
+    if "weighted" in band:
+        what, R, allowed = "R, with each element in units of its noise,", result["weighted_R"], limit * band["weighted"]
+    if allowed < R:
         token = result["worst_token"]
         return (
-            f"R is {result['R']:.4g}, above the limit of {limit * band['whole']:.4g}; "
+            f"{what} is {R:.4g}, above the limit of {allowed:.4g}; "
             f"the worst token is {_brackets(token['index'])} with R {token['R']:.4g}"
-        )
-    if "weighted" in band and result["weighted_R"] > limit * band["weighted"]:
-        return (
-            f"R is {result['weighted_R']:.4g} with each element in units of its noise, above the limit of "
-            f"{limit * band['weighted']:.4g}; over all R is {result['R']:.4g}"
         )
     for kind, reached in band.items():
         worst = result.get(f"worst_{kind}")

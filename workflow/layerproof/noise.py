@@ -11,7 +11,6 @@ whatever the distribution of the errors.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,14 +23,12 @@ from layerproof.metrics import (
     by_expert,
     groups_of,
     is_finite,
-    noise_ratio,
     relative,
     rounding_squares,
     unit_ratio,
 )
 from layerproof.routing import AFTER_ROUTER, chosen, flips
 
-WHOLE, WEIGHTED = "whole", "weighted"
 CHOICE = "router.choice"
 BALANCING = 4
 """Rounds of fitting token and channel factors to each other; the fit is good to a percent after two or three."""
@@ -43,8 +40,8 @@ class Noise:
 
     `compared` is bool [batch, seq], the tokens that it is of. The squared error of a draw is about half of `token` [batch,
     seq] times `channel` [features], plus half of `rounding` times that of a rounding to bf16; fp64, NaN where nothing
-    was compared. `band` has the largest R of a draw, at least 1: as `whole` of the plain rms errors, against any other
-    draw; as `weighted` of all elements in units of their noise; and of the groups `token`, `block`, `head` and `expert`.
+    was compared. `band` has the largest R of a draw, at least 1: as `weighted` of all elements in units of their noise, and
+    of the groups `token`, `block`, `head` and `expert`. It is empty if the golden has no variants.
     """
 
     compared: np.ndarray
@@ -108,10 +105,10 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
             token = errors.by_token(channel.mean(axis=0)) / token_count
     pooled = token.mean(axis=0).reshape(compared.shape), channel.mean(axis=0)
     if len(draws) == 1:
-        return Noise(compared, *pooled, rounding, {WHOLE: 1.0})
+        return Noise(compared, *pooled, rounding, {})
     in_tokens, in_channels = errors.in_units(token, channel, rounding)
     kinds = {
-        WEIGHTED: (in_tokens.sum(axis=1, keepdims=True), token_count.sum(keepdims=True)),
+        "weighted": (in_tokens.sum(axis=1, keepdims=True), token_count.sum(keepdims=True)),
         "token": (in_tokens, token_count),
         **groups_of(in_channels, channel_count, truth.shape),
         **({} if experts is None else {"expert": by_expert(in_tokens, token_count, experts)}),
@@ -120,9 +117,6 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
         kind: max(_worst(unit_ratio(sums[draw, None], count)) for draw in range(len(draws)))
         for kind, (sums, count) in kinds.items()
     }
-    # Where one massive element has most of the error, R is the ratio of two chance numbers, as any pair of draws shows.
-    pairs = [squares[[draw, other, -2, -1]] for draw, other in itertools.permutations(range(len(draws)), 2)]
-    band[WHOLE] = max(_worst(noise_ratio(pair, np.asarray(channel_count.sum()))) for pair in pairs)
     return Noise(compared, *pooled, rounding, {kind: max(1.0, R) for kind, R in band.items()})
 
 

@@ -121,19 +121,20 @@ def verdict_sentences(
 def _culprit(culprit: Mapping[str, Any], comparisons: Sequence[Comparison], limit: float) -> str:
     stage, name = culprit["stage"], culprit["tap"]
     tap = next(comparison["taps"][name] for comparison in comparisons if comparison["stage"] == stage)
-    R, allowed = tap.get("R"), _allowed(tap, limit)
+    R, allowed = _decisive(tap, limit)
     because = tap["reason"]
-    if R is not None and allowed is not None and allowed < R:
+    if R is not None and allowed < R:
         because = f"R is {_above(R, allowed)} where {allowed:.4g} is allowed"
     cause = f" The likely cause is {culprit['cause']}." if culprit["cause"] else ""
     return f"{stage} is the first that goes wrong, at {name}: {_stopped(because)}{cause}"
 
 
-def _allowed(tap: Mapping[str, Any], limit: float) -> float | None:
-    """The largest R of the whole tap that passes."""
-    if tap.get("R") is None:
-        return None
-    return limit * (tap["band"] or {"whole": 1.0})["whole"]
+def _decisive(tap: Mapping[str, Any], limit: float) -> tuple[float | None, float]:
+    """The R of a whole tap that decides, in units of the noise where that is known, and the largest that passes."""
+    band = tap.get("band") or {}
+    if "weighted" in band:
+        return tap["weighted_R"], limit * band["weighted"]
+    return tap.get("R"), limit
 
 
 def _first_stopped(stopped: Sequence[Comparison]) -> list[str]:
@@ -182,7 +183,8 @@ def what_was_compared(
         "Port": f"{port['module'] if port['backend'] != 'transformers' else 'transformers'}, {port['dtype']} on "
         f"{_devices(comparisons, 'port')}",
         "Rule": f"a tap passes if R is at most {config['compare']['limit']:g} times what legitimate variants of the golden "
-        "reach, where R is the error of the port in units of the error of the golden, both against the fp32 truth; its "
+        "reach, where R is the error of the port in units of the error of the golden, both against the fp32 truth, taken "
+        "element by element; its "
         f"worst token, channel block, head and expert at most {metrics.GROUP_LIMIT * config['compare']['limit']:g} times",
     }
     kinds = {port["kind"] for port in _sides(comparisons, "port") if "kind" in port}
@@ -351,7 +353,7 @@ def _tap(name: str, tap: Mapping[str, Any], limit: float) -> dict[str, Any]:
         "tap": tap,
         "metrics": tap.get("kind"),
         "text": _exact_text(tap) if tap.get("kind") == "exact" else tap["reason"],
-        "allowed": _allowed(tap, limit),
+        "decisive": _decisive(tap, limit),
         "worst": _worst_place(tap),
         "nonfinite": _nonfinite_text(tap) if tap.get("kind") == "float" else None,
         "fixed": _fixed_text(tap["fixed"]) if "fixed" in tap else None,
