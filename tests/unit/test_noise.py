@@ -118,8 +118,10 @@ def test_bands_are_never_below_one_and_equal_draws_reach_it():
     tap.draws = [tap.draws[0]] * DRAWS
     assert all(band >= 1 for band in tap.noise().band.values())
     tap.draws = [tap.truth] * DRAWS  # an exact golden: the rounding of the truth is the floor
-    assert tap.noise().band == {"weighted": 1, "token": 1, "block": 1, "expert": 1}
+    assert all(band >= 1 for band in tap.noise().band.values())
     assert tap.judge(tap.truth)["status"] == "pass"
+    rounded = tap.truth.astype(np.float32).view(np.uint32) + 0x7FFF & 0xFFFF0000
+    assert tap.judge(rounded.astype(np.uint32).view(np.float32))["status"] == "pass", "rounded to bf16 and no worse"
 
 
 def test_a_noisier_variant_widens_the_band():
@@ -155,8 +157,43 @@ def test_what_is_not_finite_is_left_out_and_rescues_nothing(value):
 
 def test_without_variants_the_band_is_one():
     tap = Tap(draws=1)
-    assert tap.noise().band == {}
+    assert set(tap.noise().band.values()) == {1.0}
     assert tap.judge(tap.draw())["status"] == "pass"
+
+
+def test_a_variant_that_overflows_is_none():
+    tap = Tap()
+    tap.draws[3][0, 5] = np.nan
+    names = [{"out": fp32(draw)} for draw in tap.draws]
+    noise = noise_of_taps(names[0], names[1:], {"out": fp32(tap.truth)}, tap.valid)["out"]
+    assert np.isfinite(noise.token[tap.valid]).all()
+    port = off(tap, (0, 5), factor=100)
+    result = judge(fp32(port), fp32(tap.draws[0]), fp32(tap.truth), tap.valid, LIMIT, None, noise)
+    assert result["status"] == "fail" and result["worst_token"]["index"] == [0, 5]
+
+
+def test_a_wrong_token_of_a_lookup_is_found():
+    tap = Tap(draws=1)
+    tap.draws = [tap.truth.astype(np.float32)]
+    tap.truth = tap.draws[0].astype(np.float64)
+    assert tap.judge(tap.truth)["status"] == "pass"
+    port = tap.truth.copy()
+    port[0, 5] *= 1.05
+    assert "the worst token is [0,5]" in tap.judge(port)["reason"]
+
+
+def test_copies_of_a_draw_do_not_narrow_the_band():
+    tap = Tap()
+    copies = [tap.draws[0], tap.draws[0], tap.draws[0], tap.draws[1]]
+    found = [
+        noise_of_taps(*_taps(of), {"out": fp32(tap.truth)}, tap.valid)["out"].band for of in (copies, tap.draws[:2])
+    ]
+    assert found[0] == found[1]
+
+
+def _taps(draws):
+    golden, *variants = ({"out": fp32(draw)} for draw in draws)
+    return golden, variants
 
 
 def test_flips_of_golden_and_variants_are_left_out_after_the_router():

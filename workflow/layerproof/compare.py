@@ -14,7 +14,7 @@ from layerproof.errors import StageError, StageMissing
 from layerproof.logits import compare_logits
 from layerproof.metrics import Tensor, compare, judge
 from layerproof.noise import Noise
-from layerproof.routing import AFTER_ROUTER, Routing, chosen, compare_choices
+from layerproof.routing import AFTER_ROUTER, Routing, compare_choices, experts_chosen
 from layerproof.stages import LM_HEAD
 from layerproof.taps import OUT, in_order
 
@@ -72,7 +72,7 @@ def _compare_taps(
     limit: float,
 ) -> dict[str, Any]:
     routing = _routing(found, wanted, truth, valid)
-    experts = chosen(truth["router.choice"], truth["router.weights"].shape[-1]) if routing else None
+    experts = experts_chosen(truth) if routing else None
     taps: dict[str, dict[str, Any]] = {}
     for name in in_order(wanted):
         if name not in found:

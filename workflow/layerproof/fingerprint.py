@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from layerproof.files import digest_of
 
@@ -165,7 +165,7 @@ def _parse(path: Path) -> _Source:
 @functools.cache
 def _parse_version(path: Path, mtime_ns: int, size: int) -> _Source:
     source = _Source()
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+    for statement in ast.parse(path.read_bytes()).body:
         if isinstance(statement, Definition):
             source.bindings.setdefault(statement.name, []).append(statement)
             _add_definition(source, statement, "")
@@ -258,8 +258,8 @@ def _add_closure(path: Path, local: str, entries: set[str]) -> None:
 
 def _add_starred(module: ModuleType, source: _Source, names: set[str], entries: set[str]) -> None:
     """Adds names that a module does not bind itself but has from `from ... import *`."""
-    for statement in source.bindings.get(STAR, []) if names else []:
-        assert isinstance(statement, ast.ImportFrom)
+    stars = [node for bound in source.bindings.get(STAR, []) for node in ast.walk(bound) if _is_star(node)]
+    for statement in stars if names else []:
         target = _target(module, statement)
         filename = getattr(target, "__file__", None)
         if target is None or not filename or not _is_own(filename):
@@ -268,6 +268,10 @@ def _add_starred(module: ModuleType, source: _Source, names: set[str], entries: 
         for name in names & starred.bindings.keys():
             _add_closure(Path(filename), f"={name}", entries)
         _add_starred(target, starred, names - starred.bindings.keys(), entries)
+
+
+def _is_star(node: ast.AST) -> TypeGuard[ast.ImportFrom]:
+    return isinstance(node, ast.ImportFrom) and any(alias.name == STAR for alias in node.names)
 
 
 def _imported_modules(statement: ast.Import) -> dict[str, ModuleType | None]:

@@ -167,7 +167,8 @@ def _how_it_ended(code: int) -> str:
     if code >= 0:
         return f"The process of the job ended with exit code {code} before its output was written."
     cause = " (out of memory, or killed by hand)" if -code == signal.SIGKILL else ""
-    return f"The process of the job was killed by {signal.Signals(-code).name}{cause}."
+    known = -code in set(signal.Signals)
+    return f"The process of the job was killed by {signal.Signals(-code).name if known else f'signal {-code}'}{cause}."
 
 
 def _raise(error: StageError) -> None:

@@ -167,7 +167,10 @@ def archive(manifest: Path, output: Path) -> None:
     packed |= {f"code/{path.lstrip('/')}": REPOSITORY / path for path in code if (REPOSITORY / path).exists()}
     packed |= {f"inputs/{path.lstrip('/')}": Path(path) for path in listed["inputs"]}
     content = {"schema_version": SCHEMA_VERSION, "files": {name: _describe(path) for name, path in packed.items()}}
-    with replacing(output) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file:
+    with (
+        replacing(output) as temporary,
+        zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as file,
+    ):
         file.writestr(CONTENTS, json.dumps({**content, "digest": digest_of(content)}, indent=1))
         for name, path in packed.items():
             file.write(path, name)

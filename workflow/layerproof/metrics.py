@@ -359,7 +359,7 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
     what, R, allowed = "R", result["R"], limit
     if "weighted" in band:
         what, R, allowed = "R, with each element in units of its noise,", result["weighted_R"], limit * band["weighted"]
-    if allowed < R:
+    if math.isnan(R) or allowed < R:
         token = result["worst_token"]
         return (
             f"{what} is {R:.4g}, above the limit of {allowed:.4g}; "
@@ -368,7 +368,7 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
     for kind, reached in band.items():
         worst = result.get(f"worst_{kind}")
         allowed = limit * GROUP_LIMIT * reached
-        if worst and worst["R"] > allowed:
+        if worst and not worst["R"] <= allowed:
             index = worst["index"]
             where = _brackets(index) if isinstance(index, list) else f"{index}"
             return (

@@ -27,10 +27,10 @@ from layerproof.metrics import (
     rounding_squares,
     unit_ratio,
 )
-from layerproof.routing import AFTER_ROUTER, chosen, flips
+from layerproof.routing import AFTER_ROUTER, experts_chosen, flips
 
 CHOICE = "router.choice"
-BALANCING = 4
+BALANCING = 3
 """Rounds of fitting token and channel factors to each other; the fit is good to a percent after two or three."""
 
 
@@ -41,7 +41,7 @@ class Noise:
     `compared` is bool [batch, seq], the tokens that it is of. The squared error of a draw is about half of `token` [batch,
     seq] times `channel` [features], plus half of `rounding` times that of a rounding to bf16; fp64, NaN where nothing
     was compared. `band` has the largest R of a draw, at least 1: as `weighted` of all elements in units of their noise, and
-    of the groups `token`, `block`, `head` and `expert`. It is empty if the golden has no variants.
+    of the groups `token`, `block`, `head` and `expert`. All are 1 if the golden has no variants.
     """
 
     compared: np.ndarray
@@ -76,10 +76,10 @@ def noise_of_taps(
     experts = None
     if CHOICE in truth:
         flipped = np.logical_or.reduce([flips(draw[CHOICE], truth[CHOICE]) for draw in draws])
-        experts = chosen(truth[CHOICE], truth["router.weights"].shape[-1])
+        experts = experts_chosen(truth)
     return {
         name: measure(
-            [draw[name] for draw in draws],
+            _distinct([draw[name] for draw in draws]),
             truth[name],
             valid & ~flipped if name in AFTER_ROUTER else valid,
             experts if name in AFTER_ROUTER else None,
@@ -87,6 +87,20 @@ def noise_of_taps(
         for name in golden
         if golden[name].kind == "float"
     }
+
+
+def _distinct(draws: Sequence[Tensor]) -> list[Tensor]:
+    """The draws that are no copy of one before, as a norm's are where only the attention differs, and that are finite
+    where the first one, the golden, is: a variant that overflows is none.
+    """
+    golden = draws[0]
+    finite = is_finite(golden.floats(golden.data[...]))
+    kept = [golden]
+    for draw in draws[1:]:
+        new = not any(np.array_equal(draw.data[...], earlier.data[...]) for earlier in kept)
+        if new and is_finite(draw.floats(draw.data[...]))[finite].all():
+            kept.append(draw)
+    return kept
 
 
 def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, experts: np.ndarray | None = None) -> Noise:
@@ -104,8 +118,6 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
             channel = errors.by_channel(token.mean(axis=0)) / channel_count
             token = errors.by_token(channel.mean(axis=0)) / token_count
     pooled = token.mean(axis=0).reshape(compared.shape), channel.mean(axis=0)
-    if len(draws) == 1:
-        return Noise(compared, *pooled, rounding, {})
     in_tokens, in_channels = errors.in_units(token, channel, rounding)
     kinds = {
         "weighted": (in_tokens.sum(axis=1, keepdims=True), token_count.sum(keepdims=True)),
@@ -113,8 +125,9 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
         **groups_of(in_channels, channel_count, truth.shape),
         **({} if experts is None else {"expert": by_expert(in_tokens, token_count, experts)}),
     }
+    # A draw alone, such as a lookup, shows nothing of the others: its band is 1.
     band = {
-        kind: max(_worst(unit_ratio(sums[draw, None], count)) for draw in range(len(draws)))
+        kind: max(_worst(unit_ratio(row[None], count)) for row in sums) if len(draws) > 1 else 1.0
         for kind, (sums, count) in kinds.items()
     }
     return Noise(compared, *pooled, rounding, {kind: max(1.0, R) for kind, R in band.items()})
@@ -173,16 +186,17 @@ class _Errors:
         return sums
 
     def in_units(self, token: np.ndarray, channel: np.ndarray, rounding: float) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of each draw's squared errors in units of the noise of the others, by token and by channel: [draws, ...]."""
-        by_token = np.zeros((len(self.draws), self.compared.size))
-        by_channel = np.zeros((len(self.draws), self.features))
-        for draw in range(len(self.draws)):
-            others = np.arange(len(token)) != draw
-            of_token, of_channel = token[others].mean(axis=0), channel[others].mean(axis=0)
-            for where, _, squares in self.blocks():
-                units = relative(squares[draw], _model(of_token[where], of_channel, rounding * squares[-1]))
-                by_token[draw, where] = units.sum(axis=1)
-                by_channel[draw] += units.sum(axis=0)
+        """Sums of squared errors in units of the noise of the others, by token and by channel: [draws and rounding, ...]."""
+        rows = range(len(self.draws) + 1)
+        others = [np.arange(len(rows)) != row for row in rows]
+        of_token, of_channel = ([factor[of].mean(axis=0) for of in others] for factor in (token, channel))
+        by_token = np.zeros((len(rows), self.compared.size))
+        by_channel = np.zeros((len(rows), self.features))
+        for where, _, squares in self.blocks():
+            for row in rows:
+                units = relative(squares[row], _model(of_token[row][where], of_channel[row], rounding * squares[-1]))
+                by_token[row, where] = units.sum(axis=1)
+                by_channel[row] += units.sum(axis=0)
         return by_token, by_channel
 
     def _known(self, squares: np.ndarray) -> np.ndarray:

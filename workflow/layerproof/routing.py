@@ -6,6 +6,7 @@ flip changes the token's output far beyond rounding, so the token is left out of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +128,12 @@ def compare_choices(
 def flips(choice: Tensor, truth: Tensor) -> np.ndarray:
     """Tokens, bool [batch, seq], at which another set of experts is chosen."""
     return (_sorted(choice) != _sorted(truth)).any(-1)
+
+
+def experts_chosen(taps: Mapping[str, Tensor]) -> np.ndarray | None:
+    """Which token goes to which expert, bool [batch, seq, experts]; None if no tap tells how many there are."""
+    sized = next((taps[name] for name in ("router.weights", "router.selection", "router.logits") if name in taps), None)
+    return None if sized is None else chosen(taps["router.choice"], sized.shape[-1])
 
 
 def _sorted(choice: Tensor) -> np.ndarray:

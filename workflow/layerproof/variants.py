@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
@@ -84,7 +83,8 @@ class _Stepwise(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "softmax":
-            x = args[0].to(kwargs.get("dtype") or args[0].dtype)
+            positional = [argument for argument in args[1:] if isinstance(argument, torch.dtype)]
+            x = args[0].to(kwargs.get("dtype") or next(iter(positional), args[0].dtype))
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             exponentials = (x - x.amax(dim, keepdim=True)).exp()
             return exponentials / _sum(exponentials, dim)
@@ -115,13 +115,13 @@ class _Split(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func is F.linear:
+        if func is F.linear and len(args) >= 2:
             x, weight = args[:2]
             first, second = self._halves(x.shape[-1])
             total = func(x[..., first], weight[..., first]) + func(x[..., second], weight[..., second])
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             return total if bias is None else total + bias
-        if name in ("matmul", "__matmul__", "mm") and args[1].ndim == 2 and not isinstance(args[1], nn.Module):
+        if name in ("matmul", "__matmul__", "mm") and len(args) == 2 and args[1].ndim == 2:
             x, weight = args
             first, second = self._halves(x.shape[-1])
             return func(x[..., first], weight[first]) + func(x[..., second], weight[second])
