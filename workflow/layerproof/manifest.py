@@ -166,7 +166,11 @@ def archive(manifest: Path, output: Path) -> None:
     packed = {f"results/{name}": results / name for name in (MANIFEST, *listed["outputs"])}
     packed |= {f"code/{path.lstrip('/')}": REPOSITORY / path for path in code if (REPOSITORY / path).exists()}
     packed |= {f"inputs/{path.lstrip('/')}": Path(path) for path in listed["inputs"]}
-    content = {"schema_version": SCHEMA_VERSION, "files": {name: _describe(path) for name, path in packed.items()}}
+    # Outputs and inputs were just found to be what the manifest says: they are not read again.
+    known = {f"results/{name}": entry for name, entry in listed["outputs"].items()}
+    known |= {f"inputs/{path.lstrip('/')}": entry for path, entry in listed["inputs"].items()}
+    files = {name: known.get(name) or _describe(path) for name, path in packed.items()}
+    content = {"schema_version": SCHEMA_VERSION, "files": files}
     with (
         replacing(output) as temporary,
         zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as file,
