@@ -104,7 +104,8 @@ def make_port(args: argparse.Namespace) -> None:
     for output, stamp, record in zip(args.outputs, args.stamp, args.record, strict=True):
         inputs = tuple(path for path in (weights[output.stem], args.tokens, args.config, before) if path)
         job = jobs.Job(args.verb, args.spec | {"stage": output.stem}, stamp, inputs, (output,), record)
-        work = functools.partial(_run_port_stage, args, runners, setup, output.absolute(), before, source)
+        weights_of = weights[output.stem]
+        work = functools.partial(_run_port_stage, args, runners, setup, output.absolute(), weights_of, before, source)
         tasks.append((job, work))
         before, source = output, "port/out"
     jobs.run_apart(tasks, _leave_error, setup)
@@ -115,6 +116,7 @@ def _run_port_stage(
     runners: list[Any],
     setup: fingerprint.Seen,
     output: Path,
+    weights: Path,
     before: Path | None,
     source: str,
 ) -> Mapping[str, Any]:
@@ -124,9 +126,8 @@ def _run_port_stage(
     """
     from layerproof import port, tensors, tokens
 
-    stage = output.stem
     # Read first: what the stage lacks is told before minutes are spent on a device.
-    description = read_json(next(path for path in args.weights if path.stem == stage))
+    description = read_json(weights)
     if "error" in description:
         raise StageError(description["error"])
     fed = tensors.read_stage_input(before, source) if before else None
@@ -134,7 +135,7 @@ def _run_port_stage(
         with fingerprint.recording(setup):
             prompts = tokens.Tokens.read(args.tokens)
             runners.append(port.Runner.start(Path(args.spec["checkpoint_dir"]).absolute(), prompts, args.spec))
-    return port.make_stage(runners[0], stage, description, fed, output)
+    return port.make_stage(runners[0], output.stem, description, fed, output)
 
 
 def make_comparison(args: argparse.Namespace) -> None:
