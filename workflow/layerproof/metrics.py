@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from layerproof.noise import Noise
 
@@ -355,12 +355,11 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
     if not result["count"]:
         return "nothing was compared: no element of a valid token is finite in port, golden and truth"
     band = result["band"] or {}
-    # Plain R is not asked where the noise is known: one massive element may have most of it, and is then all that R tells.
-    what, R, allowed = "R", result["R"], limit
-    if "weighted" in band:
-        what, R, allowed = "R, with each element in units of its noise,", result["weighted_R"], limit * band["weighted"]
+    R, allowed = decisive(result, limit)
+    assert R is not None  # elements were compared
     if math.isnan(R) or allowed < R:
         token = result["worst_token"]
+        what = "R, with each element in units of its noise," if "weighted" in band else "R"
         return (
             f"{what} is {R:.4g}, above the limit of {allowed:.4g}; "
             f"the worst token is {_brackets(token['index'])} with R {token['R']:.4g}"
@@ -376,6 +375,18 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
                 f"over all R is {result['R']:.4g}"
             )
     return None
+
+
+def decisive(result: Mapping[str, Any], limit: float) -> tuple[float | None, float]:
+    """The R of a whole tap of floats that decides, and the largest that passes.
+
+    Where the noise is known it is R in units of the noise: one massive element may have most of plain R, and is then all
+    that it tells.
+    """
+    band = result["band"] or {}
+    if "weighted" in band:
+        return result["weighted_R"], limit * band["weighted"]
+    return result["R"], limit
 
 
 def _exact_reason(result: dict[str, Any], limit: float) -> str | None:
@@ -407,7 +418,7 @@ def blocks(shape: tuple[int, ...], chunk_elements: int) -> Iterator[tuple[slice,
             yield slice(row, min(row + rows, batch)), slice(column, min(column + columns, seq))
 
 
-def _tokens(batch: slice, seq: slice, length: int) -> np.ndarray:
+def token_numbers(batch: slice, seq: slice, length: int) -> np.ndarray:
     """Numbers of the tokens in a block, counted through [batch, length] in its order: [tokens]."""
     return np.add.outer(np.arange(batch.start, batch.stop) * length, np.arange(seq.start, seq.stop)).reshape(-1)
 
@@ -640,7 +651,7 @@ class _FloatComparison:
 
     def add(self, batch: slice, seq: slice) -> None:
         valid = self.valid[batch, seq].reshape(-1)
-        tokens = _tokens(batch, seq, self.valid.shape[1])
+        tokens = token_numbers(batch, seq, self.valid.shape[1])
         stored = {name: tensor.read(batch, seq) for name, tensor in self.tensors.items()}
         values = {name: self.tensors[name].floats(of) for name, of in stored.items()}
         finite = {name: is_finite(of) for name, of in values.items()}
@@ -851,7 +862,7 @@ class _ExactComparison:
 
     def add(self, batch: slice, seq: slice) -> None:
         valid = self.valid[batch, seq].reshape(-1)
-        tokens = _tokens(batch, seq, self.valid.shape[1])[valid]
+        tokens = token_numbers(batch, seq, self.valid.shape[1])[valid]
         values = {name: tensor.read(batch, seq)[valid] for name, tensor in self.tensors.items()}
         self.tokens += len(tokens)
         for a, b in self.PAIRS:

@@ -25,6 +25,7 @@ from layerproof.metrics import (
     is_finite,
     relative,
     rounding_squares,
+    token_numbers,
     unit_ratio,
 )
 from layerproof.routing import AFTER_ROUTER, experts_chosen, flips
@@ -93,14 +94,18 @@ def _distinct(draws: Sequence[Tensor]) -> list[Tensor]:
     """The draws that are no copy of one before, as a norm's are where only the attention differs, and that are finite
     where the first one, the golden, is: a variant that overflows is none.
     """
-    golden = draws[0]
-    finite = is_finite(golden.floats(golden.data[...]))
-    kept = [golden]
+    kept = [draws[0]]
     for draw in draws[1:]:
-        new = not any(np.array_equal(draw.data[...], earlier.data[...]) for earlier in kept)
-        if new and is_finite(draw.floats(draw.data[...]))[finite].all():
+        if not any(np.array_equal(draw.data[...], earlier.data[...]) for earlier in kept) and _as_finite(
+            draw, draws[0]
+        ):
             kept.append(draw)
     return kept
+
+
+def _as_finite(draw: Tensor, golden: Tensor) -> bool:
+    parts = ((one.floats(one.read(*block)) for one in (draw, golden)) for block in blocks(golden.shape, CHUNK_ELEMENTS))
+    return all((is_finite(mine) | ~is_finite(its)).all() for mine, its in parts)
 
 
 def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, experts: np.ndarray | None = None) -> Noise:
@@ -142,7 +147,6 @@ class _Errors:
 
     def __init__(self, draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray) -> None:
         self.draws, self.truth, self.compared = draws, truth, compared
-        self.numbers = np.arange(compared.size).reshape(compared.shape)
         self.features = int(np.prod(truth.shape[2:]))
         self.is_exact = False
 
@@ -158,7 +162,11 @@ class _Errors:
             keep &= self.compared[rows, columns].reshape(-1)[:, None]
             exact[~keep] = 0.0
             squares = [np.square(np.where(keep, of, 0.0) - exact) for of in values]
-            yield self.numbers[rows, columns].reshape(-1), keep, np.stack((*squares, *rounding_squares(exact)))
+            yield (
+                token_numbers(rows, columns, self.compared.shape[1]),
+                keep,
+                np.stack((*squares, *rounding_squares(exact))),
+            )
 
     def counts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Elements compared by token and by channel, and the sum of squares of each row."""

@@ -121,20 +121,12 @@ def verdict_sentences(
 def _culprit(culprit: Mapping[str, Any], comparisons: Sequence[Comparison], limit: float) -> str:
     stage, name = culprit["stage"], culprit["tap"]
     tap = next(comparison["taps"][name] for comparison in comparisons if comparison["stage"] == stage)
-    R, allowed = _decisive(tap, limit)
+    R, allowed = metrics.decisive(tap, limit) if tap.get("R") is not None else (None, limit)
     because = tap["reason"]
     if R is not None and allowed < R:
         because = f"R is {_above(R, allowed)} where {allowed:.4g} is allowed"
     cause = f" The likely cause is {culprit['cause']}." if culprit["cause"] else ""
     return f"{stage} is the first that goes wrong, at {name}: {_stopped(because)}{cause}"
-
-
-def _decisive(tap: Mapping[str, Any], limit: float) -> tuple[float | None, float]:
-    """The R of a whole tap that decides, in units of the noise where that is known, and the largest that passes."""
-    band = tap.get("band") or {}
-    if "weighted" in band:
-        return tap["weighted_R"], limit * band["weighted"]
-    return tap.get("R"), limit
 
 
 def _first_stopped(stopped: Sequence[Comparison]) -> list[str]:
@@ -353,7 +345,7 @@ def _tap(name: str, tap: Mapping[str, Any], limit: float) -> dict[str, Any]:
         "tap": tap,
         "metrics": tap.get("kind"),
         "text": _exact_text(tap) if tap.get("kind") == "exact" else tap["reason"],
-        "decisive": _decisive(tap, limit),
+        "decisive": metrics.decisive(tap, limit) if tap.get("kind") == "float" else None,
         "worst": _worst_place(tap),
         "nonfinite": _nonfinite_text(tap) if tap.get("kind") == "float" else None,
         "fixed": _fixed_text(tap["fixed"]) if "fixed" in tap else None,
