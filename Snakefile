@@ -3,7 +3,8 @@
 #   checkpoint, prompts -> results/weights/STAGE.json, results/tokens.json
 #     -> results/golden/STAGE.h5, results/noise/STAGE.h5    the trusted model, with fp32 truth; its noise
 #     -> results/port/STAGE.h5, results/chain/A-B/STAGE.h5  the port on the golden's input, and on its own
-#     -> results/compare/STAGE.json, results/compare/chain/A-B.json -> results/verdicts.json
+#     -> results/compare/STAGE.json, results/compare/chain/A-B.json                     how far apart they are
+#     -> results/forced/STAGE.h5 -> results/diagnosis/STAGE.json    where a stage goes wrong, and why -> results/verdicts.json
 #     -> results/plots/ -> results/report.html -> results/manifest.json -> results/archive/RUN.zip
 #
 # Any of these files is a target. results/records/ mirrors them with what each was made from.
@@ -22,6 +23,7 @@ include: "workflow/rules/prepare.smk"
 include: "workflow/rules/golden.smk"
 include: "workflow/rules/port.smk"
 include: "workflow/rules/compare.smk"
+include: "workflow/rules/diagnose.smk"
 include: "workflow/rules/report.smk"
 
 

@@ -87,8 +87,33 @@ def chain(comparisons, broken=None):
     }
 
 
-def collect(comparisons, chains=()):
-    return verdicts.collect(comparisons, chains)
+def collect(comparisons, chains=(), diagnoses=()):
+    return verdicts.collect(comparisons, chains, diagnoses)
+
+
+def diagnosis(stage, *culprits, reason=None):
+    """A diagnosis of culprits (tap, text of the cause or None)."""
+    return verdicts.undiagnosed(stage, reason) | {
+        "culprits": [
+            {
+                "tap": tap,
+                "R": 40.0,
+                "cause": text and cause(text),
+                "nearest": None
+                if text
+                else {"name": "rope_sign", "text": "turned q the other way", "R_explained": 19.9},
+                "tried": 20,
+                "findings": [] if text else ["Only head 1 of 8 is wrong."],
+            }
+            for tap, text in culprits
+        ],
+        "together": {"causes": ["router_softmax"], "R_explained": 0.97, "explains": True} if culprits else None,
+    }
+
+
+def cause(text, name="router_softmax"):
+    runner_up = {"name": "router_no_activation", "text": "no sigmoid", "R_explained": 41.0}
+    return {"name": name, "text": text, "R_explained": 1.02, "runner_up": runner_up}
 
 
 def good():

@@ -46,12 +46,14 @@ def written(request, tmp_path_factory):
         plots.plot_stage(comparison, images[comparison["stage"]])
     plots.plot_map(comparisons, images["map"])
     plots.plot_depth(comparisons, chains, images["depth"])
-    verdicts = reports.collect(comparisons, chains)
+    diagnoses = [reports.diagnosis("layer_000", ("router.scores", "a softmax"), ("out", None))]
+    diagnoses = diagnoses if request.param == "bad" else []
+    verdicts = reports.collect(comparisons, chains, diagnoses)
     page = directory / "report.html"
     page.write_text(
-        report.render(TEMPLATE, verdicts, comparisons, chains, images, [], reports.CONFIG), encoding="utf-8"
+        report.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, images, [], reports.CONFIG), encoding="utf-8"
     )
-    headline = report.verdict_sentences(verdicts, comparisons, chains, reports.LIMIT)[0]
+    headline = report.verdict_sentences(verdicts, comparisons, chains, diagnoses, reports.LIMIT)[0]
     return page, headline, {one["stage"]: one["status"] for one in comparisons}
 
 

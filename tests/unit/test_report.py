@@ -15,13 +15,15 @@ from layerproof.metrics import Tensor, judge
 TEMPLATE = Path(report.__file__).parent / "templates" / "report.html.j2"
 
 
-def sentences(comparisons, chains=()):
-    return report.verdict_sentences(reports.collect(comparisons, chains), comparisons, chains, reports.LIMIT)
+def sentences(comparisons, chains=(), diagnoses=()):
+    verdicts = reports.collect(comparisons, chains, diagnoses)
+    return report.verdict_sentences(verdicts, comparisons, chains, diagnoses, reports.LIMIT)
 
 
-def render(comparisons, chains=(), plots=None, unused=(), **config):
-    verdicts = reports.collect(comparisons, chains)
-    return report.render(TEMPLATE, verdicts, comparisons, chains, plots or {}, unused, reports.CONFIG | config)
+def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), **config):
+    verdicts = reports.collect(comparisons, chains, diagnoses)
+    settings = reports.CONFIG | config
+    return report.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, plots or {}, unused, settings)
 
 
 def words(html):
@@ -34,11 +36,12 @@ def words(html):
 
 def test_a_pass_names_its_scope_and_how_close_it_came():
     comparisons, chains = reports.good()
-    headline, end_to_end = sentences(comparisons, chains)
+    headline, margin, end_to_end = sentences(comparisons, chains)
     assert re.fullmatch(
         r"The port passes: all 5 stages and 13 taps agree with the golden \(largest R \d\.\d+ at layer_000 [\w.]+\)\.",
         headline,
     )
+    assert re.match(r"[\w.]+ of \w+ comes nearest to its limit, with \d[\d.]* % of the error that is allowed", margin)
     assert "chain all" in end_to_end and "100 %" in end_to_end
 
 
@@ -101,6 +104,71 @@ def test_a_chain_that_breaks_is_no_pass():
     comparisons, _ = reports.good()
     headline, *_ = sentences(comparisons, [reports.chain(comparisons, broken="layer_001")])
     assert headline == "Every stage passes alone, but chain all broke at layer_001: the port ran out of memory."
+
+
+# Why: the answer of a colleague
+
+SOFTMAX = "a softmax over the experts in place of the sigmoid"
+
+
+def test_a_cause_is_told_with_how_well_it_explains_and_how_well_the_next_does():
+    comparisons = [reports.compared("layer_000", wrong=("router.scores", "out"))]
+    headline, *_ = sentences(comparisons, diagnoses=[reports.diagnosis("layer_000", ("router.scores", SOFTMAX))])
+    assert headline == (
+        f"layer_000 is the first that goes wrong, at router.scores: it behaves as if the port had {SOFTMAX} "
+        "(explains it to R = 1.02; next best 41.0)."
+    )
+
+
+def test_a_stage_without_a_cause_tells_where_its_error_is_and_what_is_nearest():
+    comparisons = [reports.compared("layer_000", wrong=("attn.q_rot", "out"))]
+    headline, finding, nearest, *_ = sentences(
+        comparisons, diagnoses=[reports.diagnosis("layer_000", ("attn.q_rot", None))]
+    )
+    assert re.match(
+        r"layer_000 is the first that goes wrong, at attn.q_rot: R is \d\d.\d where 1.5 is allowed", headline
+    )
+    assert finding == "Only head 1 of 8 is wrong."
+    assert nearest == (
+        "None of the 20 known mistakes that were tried explains it; the nearest, as if the port had turned q the other way, "
+        "leaves R 19.9."
+    )
+
+
+def test_what_else_is_wrong_is_told_once_for_all_stages_that_are_wrong_alike():
+    stages = ["layer_000", "layer_001", "layer_002"]
+    comparisons = [reports.compared(stage, wrong=("attn.q", "out")) for stage in stages]
+    twice = ("attn.q", "no bias"), ("attn.q_rot", "no bias"), ("mlp.out", "gate and up swapped"), ("out", None)
+    diagnoses = [reports.diagnosis(stage, *twice) for stage in stages[:2]]
+    diagnoses.append(reports.diagnosis("layer_002", ("attn.q", SOFTMAX)))
+    assert sentences(comparisons, diagnoses=diagnoses)[1:-1] == [
+        "In the same way attn.q_rot is wrong.",
+        "In this stage mlp.out is wrong too, as if the port had gate and up swapped.",
+        "In this stage out is wrong too, and not only because of that.",
+        "layer_001 fails in the same way.",
+        f"layer_002 fails at attn.q, as if the port had {SOFTMAX}.",
+    ]
+
+
+def test_stages_behind_the_culprit_that_are_right_only_pass_the_error_on():
+    comparisons = [reports.compared("layer_000", wrong=("out",)), reports.compared("norm"), reports.compared("lm_head")]
+    assert "norm, lm_head are right and only pass the error on." in sentences(comparisons, [reports.chain(comparisons)])
+    assert not any("pass the error on" in sentence for sentence in sentences(comparisons))
+
+
+def test_the_page_shows_each_culprit_and_what_all_causes_together_explain():
+    comparisons = [
+        reports.compared("layer_000", wrong=("router.scores", "out")),
+        reports.compared("layer_001", wrong=("out",)),
+    ]
+    diagnoses = [
+        reports.diagnosis("layer_000", ("router.scores", SOFTMAX), ("out", None)),
+        reports.diagnosis("layer_001", reason="the port ran out of memory"),
+    ]
+    text = words(render(comparisons, diagnoses=diagnoses))
+    assert f"router.scores : Wrong of itself, R 40.0. As if the port had {SOFTMAX} (router_softmax; explains it" in text
+    assert "With this mistake put in, the golden gives the port&#39;s output: R 0.970." in text
+    assert "Not diagnosed: the port ran out of memory." in text
 
 
 # What was not looked at

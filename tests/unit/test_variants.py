@@ -19,7 +19,7 @@ def test_variants_of_a_layer_are_noise_and_leave_the_model_as_it_was(model_type,
     descriptions, _ = checkpoint.describe_stages(tmp_path / "model", ["layer_001"], trust_remote_code=False)
 
     def load(dtype):
-        return golden._load(
+        return golden.load(
             "layer_001", tmp_path / "model", descriptions["layer_001"], torch.device("cpu"), dtype, SETTINGS
         )
 

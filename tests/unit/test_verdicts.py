@@ -9,6 +9,7 @@ import sys
 import jsonschema
 import pytest
 
+import reports
 from layerproof import fingerprint
 from layerproof.errors import UserError
 from layerproof.verdicts import collect, gate
@@ -33,9 +34,11 @@ CAUSE = exactly(
     {
         "name": {"type": "string"},
         "R_explained": NUMBER,
-        "runner_up": exactly({"name": {"type": "string"}, "R_explained": NUMBER}),
-    }
+        "runner_up": optional(exactly({"name": {"type": "string"}, "R_explained": NUMBER})),
+    },
+    text={"type": "string"},
 )
+CULPRIT = exactly({"tap": {"type": "string"}, "cause": TEXT})
 WORST = exactly({"group": {"type": "string"}, "index": {}, "R": {"type": "number"}})
 TAP = exactly({"status": STATUS, "R": NUMBER, "worst": optional(WORST)}, reason=TEXT)
 STAGE = exactly(
@@ -47,6 +50,7 @@ STAGE = exactly(
     },
     reason=TEXT,
     routing={"type": ["object", "null"]},
+    culprits={"type": "array", "items": CULPRIT},
 )
 SCHEMA = exactly(
     {
@@ -84,8 +88,8 @@ def chained(R=1.4, role="transmits"):
     return {"status": "pass", "R": R, "gain": 1.1, "role": role, "local_error": 0.1}
 
 
-def checked(comparisons, chains=()):
-    verdicts = collect(comparisons, list(chains))
+def checked(comparisons, chains=(), diagnoses=()):
+    verdicts = collect(comparisons, list(chains), list(diagnoses))
     jsonschema.validate(json.loads(json.dumps(verdicts, allow_nan=False)), SCHEMA)
     return verdicts
 
@@ -123,6 +127,23 @@ def test_culprit_is_the_first_failing_tap_of_the_first_failing_stage():
         ]
     )
     assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "attn.out", "cause": None}
+
+
+def test_culprit_is_what_the_diagnosis_found_wrong_of_itself():
+    failing = [comparison("layer_001", "fail", {"attn.q": tap("fail"), "out": tap("fail")}), comparison("layer_002")]
+    found = reports.diagnosis("layer_001", ("input_norm", "no weight"), ("out", None))
+    verdicts = checked(failing, diagnoses=[found, reports.diagnosis("layer_002")])
+    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "input_norm", "cause": "router_softmax"}
+    stage = verdicts["stages"]["layer_001"]
+    assert stage["culprits"] == [{"tap": "input_norm", "cause": "router_softmax"}, {"tap": "out", "cause": None}]
+    assert (stage["cause"]["name"], stage["cause"]["runner_up"]["R_explained"]) == ("router_softmax", 41.0)
+    assert verdicts["stages"]["layer_002"]["cause"] is None
+
+
+def test_stage_that_could_not_be_diagnosed_is_blamed_by_its_first_failing_tap():
+    failing = [comparison("layer_001", "fail", {"attn.q": tap("pass"), "out": tap("fail")})]
+    verdicts = checked(failing, diagnoses=[reports.diagnosis("layer_001", reason="the golden ran out of memory")])
+    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "out", "cause": None}
 
 
 def test_stages_keep_their_order():
@@ -186,7 +207,7 @@ def run_gate(path):
 @pytest.mark.parametrize(("status", "code"), [("pass", 0), ("fail", 1), ("error", 2), ("missing", 2)])
 def test_gate(tmp_path, status, code):
     path = tmp_path / "verdicts.json"
-    path.write_text(json.dumps(collect([comparison("layer_003", status)], [])))
+    path.write_text(json.dumps(collect([comparison("layer_003", status)], [], [])))
     outcome = run_gate(path)
     assert outcome.returncode == code and not outcome.stderr
     line = f"{path}: {'error' if code == 2 else status}"

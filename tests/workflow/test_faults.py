@@ -72,7 +72,7 @@ def digests(workflow):
     """Digest of every result that does not state times."""
     return {
         str(path.relative_to(workflow.results)): sha256(path)
-        for folder in ("golden", "noise", "port", "chain", "compare", "weights", "plots")
+        for folder in ("golden", "noise", "port", "chain", "compare", "forced", "diagnosis", "weights", "plots")
         for path in (workflow.results / folder).rglob("*")
         if path.is_file()
     }

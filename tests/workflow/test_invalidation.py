@@ -40,6 +40,11 @@ def compared(stages):
     return {f"compare/{stage}.json" for stage in stages} | {"compare/chain/all.json"}
 
 
+def diagnosed(stages):
+    """Made once for a stage that passes, and left alone as long as it does."""
+    return {f"forced/{stage}.h5" for stage in stages} | {f"diagnosis/{stage}.json" for stage in stages}
+
+
 def plotted(stages):
     return {f"plots/{stage}.svg" for stage in stages}
 
@@ -51,6 +56,7 @@ EVERYTHING = {
     *isolated(STAGES),
     *chained(STAGES),
     *compared(STAGES),
+    *diagnosed(STAGES),
     *plotted(STAGES),
 }
 

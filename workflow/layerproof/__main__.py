@@ -138,6 +138,65 @@ def _run_port_stage(
     return port.make_stage(runners[0], output.stem, description, fed, output)
 
 
+def make_forced(args: argparse.Namespace) -> None:
+    """A stage that does not fail leaves an empty file: there is nothing to find out."""
+    output = args.outputs[0].absolute()
+    stage = output.stem
+    previous = args.previous[0] if args.previous else None
+
+    def work() -> None:
+        from layerproof import tensors
+
+        if read_json(args.comparison)["status"] != "fail":
+            if not tensors.is_empty(output):  # an equal output is left alone, and what depends on it
+                tensors.write(output, {}, attributes={"stage": stage})
+            return
+        from layerproof import port, tokens
+
+        with tensors.reading(args.golden[0]) as file:
+            golden = {name: tensors.in_memory(tap) for name, tap in tensors.taps(file, "golden").items()}
+        fed = tensors.read_stage_input(previous, "golden/out") if previous else None
+        prompts = tokens.Tokens.read(args.tokens)
+        runner = port.Runner.start(Path(args.spec["checkpoint_dir"]).absolute(), prompts, args.spec)
+        port.force_stage(runner, stage, read_json(args.weights[0]), fed, golden, output)
+
+    inputs = [args.comparison, *args.golden, *args.weights, args.tokens, args.config, *args.previous]
+    jobs.run_apart([(_job(args, inputs), work)], _leave_error)
+
+
+def make_diagnosis(args: argparse.Namespace) -> None:
+    output = args.outputs[0].absolute()
+    stage = args.spec["stage"]
+
+    def work() -> None:
+        comparison = read_json(args.comparison)
+        nothing = verdicts.undiagnosed(stage)
+        if comparison["status"] != "fail":
+            if not output.exists() or read_json(output) != nothing:
+                write_json(output, nothing)
+            return
+        from layerproof import diagnose, tokens
+
+        subject = diagnose.Stage(
+            stage,
+            Path(args.spec["checkpoint_dir"]).absolute(),
+            {path.stem: read_json(path) for path in args.weights},
+            tokens.Tokens.read(args.tokens),
+            args.previous[0] if args.previous else None,
+            args.spec,
+            args.spec["limit"],
+        )
+        files = diagnose.Files(args.golden[0], args.noise[0], args.port[0], args.forced[0])
+        write_json(output, diagnose.diagnose(subject, comparison, files))
+
+    def leave_error(job: jobs.Job, error: StageError) -> None:
+        write_json(output, verdicts.undiagnosed(stage, str(error)))
+
+    inputs = [args.comparison, *args.golden, *args.noise, *args.port, *args.forced, *args.weights, args.tokens]
+    job = _job(args, [*inputs, args.config, *args.previous])
+    jobs.run_apart([(job, work)], leave_error)
+
+
 def make_comparison(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
@@ -176,9 +235,10 @@ def make_verdicts(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        write_json(output, verdicts.collect(list(map(read_json, args.comparisons)), list(map(read_json, args.chains))))
+        files = (args.comparisons, args.chains, args.diagnoses)
+        write_json(output, verdicts.collect(*(list(map(read_json, paths)) for paths in files)))
 
-    jobs.run(_job(args, [*args.comparisons, *args.chains]), work)
+    jobs.run(_job(args, [*args.comparisons, *args.chains, *args.diagnoses]), work)
 
 
 def make_stage_plot(args: argparse.Namespace) -> None:
@@ -221,6 +281,7 @@ def make_report(args: argparse.Namespace) -> None:
             read_json(args.verdicts),
             comparisons,
             list(map(read_json, args.chains)),
+            list(map(read_json, args.diagnoses)),
             {path.stem: path for path in args.plots},
             read_json(args.unused),
             args.spec["config"],
@@ -228,7 +289,7 @@ def make_report(args: argparse.Namespace) -> None:
         write_text(output, html)
 
     # Not the records: they hold times, which are no reason to write the report again.
-    inputs = [args.template, args.verdicts, args.unused, *args.comparisons, *args.chains, *args.plots]
+    inputs = [args.template, args.verdicts, args.unused, *args.comparisons, *args.chains, *args.diagnoses, *args.plots]
     jobs.run(_job(args, inputs), work)
 
 
@@ -279,7 +340,7 @@ def parser() -> argparse.ArgumentParser:
             "--record", nargs="+", type=Path, required=True, help="where to keep what each job was run with"
         )
         for file in files:
-            one = file in ("tokens", "config", "template", "verdicts", "unused")
+            one = file in ("tokens", "config", "template", "verdicts", "unused", "comparison")
             verb.add_argument(f"--{file}", type=Path, required=one, **({} if one else {"nargs": "*", "default": []}))
 
     job_verb("checkpoint", make_checkpoint, "Makes the default checkpoint, a small MiniMax-M2.", "inputs")
@@ -299,7 +360,21 @@ def parser() -> argparse.ArgumentParser:
         "Compares a chain with the golden's trajectory.",
         *("golden", "port", "comparisons", "tokens"),
     )
-    job_verb("verdicts", make_verdicts, "Collects all comparisons in one verdict.", "comparisons", "chains")
+    job_verb(
+        "force",
+        make_forced,
+        "Runs a stage of the port that fails with the golden's tap in place of each of its own.",
+        *("comparison", "golden", "weights", "tokens", "config", "previous"),
+    )
+    job_verb(
+        "diagnose",
+        make_diagnosis,
+        "Finds which known mistake a stage that fails behaves like.",
+        *("comparison", "golden", "noise", "port", "forced", "weights", "tokens", "config", "previous"),
+    )
+    job_verb(
+        "verdicts", make_verdicts, "Collects all comparisons in one verdict.", "comparisons", "chains", "diagnoses"
+    )
     job_verb("plot-stage", make_stage_plot, "Draws the errors of one stage.", "comparisons")
     job_verb(
         "plot-model",
@@ -312,7 +387,7 @@ def parser() -> argparse.ArgumentParser:
         "report",
         make_report,
         "Writes the report.",
-        *("template", "verdicts", "unused", "comparisons", "chains", "plots", "records"),
+        *("template", "verdicts", "unused", "comparisons", "chains", "diagnoses", "plots", "records"),
     )
 
     verb = verbs.add_parser("manifest", help="Lists every file of results/ with its digest.")

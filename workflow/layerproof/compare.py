@@ -48,7 +48,7 @@ def compare_stage(
                     found = tensors.taps(port_file, "port")
                     result["statistics"]["port"] = _statistics(found)
                     result["port"] = tensors.attributes(port_file)
-                    result |= _compare_taps(stage, found, wanted, truth, bands, valid, limit)
+                    result |= compare_taps(stage, found, wanted, truth, bands, valid, limit)
             except StageError as error:
                 tensors.check(golden)  # damage in the golden's data shows only here, and is no fault of the port's file
                 result["taps"] = {name: _failed(error) for name in in_order(wanted)}
@@ -62,7 +62,7 @@ def _failed(error: StageError) -> dict[str, Any]:
     return {"status": "missing" if isinstance(error, StageMissing) else "error", "reason": str(error)}
 
 
-def _compare_taps(
+def compare_taps(
     stage: str,
     found: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
@@ -71,6 +71,7 @@ def _compare_taps(
     valid: np.ndarray,
     limit: float,
 ) -> dict[str, Any]:
+    """Status, taps, routing and errors of a stage from its tensors; `noise` may know some of the taps or none."""
     routing = _routing(found, wanted, truth, valid)
     experts = experts_chosen(truth) if routing else None
     taps: dict[str, dict[str, Any]] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 
 from layerproof import checkpoint, tensors
 from layerproof.errors import UserError
+from layerproof.experts import EXPERT_BY_EXPERT
 from layerproof.noise import noise_of_taps
 from layerproof.taps import OUT, in_order
 from layerproof.tokens import Tokens
@@ -65,7 +67,7 @@ def make_stage(
         taps = run_stage(model, stage, stage_input, ids, valid)
         return {name: tensors.to_array(taps[name]) for name in in_order(taps)}
 
-    model = _load(stage, directory, description, device, dtype, settings)
+    model = load(stage, directory, description, device, dtype, settings)
     golden = run(model, stage_input)
     attributes = {"stage": stage, "device": _device_name(device)}
     if not settings["compared"]:
@@ -75,13 +77,13 @@ def make_stage(
     others = dict(variants(model, functools.partial(run, model), stage_input))
     del model  # the truth needs its memory
     truth_input = None if stage_input is None else stage_input.float()
-    truth = run(_load(stage, directory, description, device, torch.float32, settings), truth_input)
+    truth = run(load(stage, directory, description, device, torch.float32, settings), truth_input)
     groups = {"golden": golden, "truth": truth}
     tensors.write(output, groups, valid=tokens.valid, attributes=attributes)
     tensors.write_noise(noise, noise_of_taps(golden, list(others.values()), truth, tokens.valid), list(others))
 
 
-def _load(
+def load(
     stage: str,
     directory: Path,
     description: Mapping[str, Any],
@@ -89,12 +91,16 @@ def _load(
     dtype: torch.dtype,
     settings: Mapping[str, Any],
 ) -> PreTrainedModel:
-    """The model with this stage's weights; in fp32 it computes the truth."""
+    """The model with this stage's weights; in fp32 it computes the truth.
+
+    Raises:
+        StageError: as `checkpoint.load_stage` does.
+    """
     implementations = {
         key: settings[key] for key in ("attn_implementation", "experts_implementation") if settings.get(key)
     }
     is_truth = dtype == torch.float32
-    if is_truth:
+    if is_truth and implementations.get("experts_implementation") != EXPERT_BY_EXPERT:
         implementations["experts_implementation"] = "eager"
     model = checkpoint.meta_model(directory, settings["trust_remote_code"], dtype, **implementations)
     experts = _experts_in_bf16(model, stage, description) if is_truth else []
@@ -132,11 +138,32 @@ def _widen_on_use(experts: torch.nn.Module) -> None:
     """Lets experts compute in fp32 from bf16 weights, one expert at a time; in place.
 
     An fp32 copy of all experts would take twice the memory of the whole layer. The eager experts function of
-    transformers reads its weights by expert and in no other way.
+    transformers, as ours, reads its weights by expert and in no other way.
     """
     for name, parameter in list(experts.named_parameters(recurse=False)):
         delattr(experts, name)
         experts.__dict__[name] = _WidenedOnUse(parameter.detach())
+
+
+def widened(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """A parameter or buffer of a loaded module as it is in memory, also where it is widened on use."""
+    value = getattr(module, name)
+    return value.parameter if isinstance(value, _WidenedOnUse) else value.detach()
+
+
+@contextlib.contextmanager
+def with_weights(module: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
+    """Another tensor for a parameter or buffer of a loaded module inside the block."""
+    before = getattr(module, name)
+    holder: Any = module._parameters if name in module._parameters else module._buffers
+    after: Any = torch.nn.Parameter(value, requires_grad=False) if name in module._parameters else value
+    if isinstance(before, _WidenedOnUse):
+        holder, after = module.__dict__, _WidenedOnUse(value)
+    holder[name] = after
+    try:
+        yield
+    finally:
+        holder[name] = before
 
 
 def _device_name(device: torch.device) -> str:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,7 +39,12 @@ from layerproof.taps import OUT, SHAPES, collecting, in_order, tap
 from layerproof.tokens import Tokens
 
 Taps = dict[str, torch.Tensor]
-Forward = Callable[[bool], Taps]
+
+
+class Forward(Protocol):
+    """Runs a prepared stage: without taps, with them, or with them and `forced` ones going on in their place."""
+
+    def __call__(self, with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps: ...
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,30 @@ def make_stage(
     return {**facts, "compilations": _compilations() - compiled}
 
 
+def force_stage(
+    runner: Runner,
+    stage: str,
+    description: Mapping[str, Any],
+    stage_input: tensors.Tensor | None,
+    golden: Mapping[str, tensors.Tensor],
+    output: Path,
+) -> None:
+    """Runs a stage of the port with the golden's tap in place of each of its own, and writes `port/TAP`.
+
+    Each tap is then made from right ones, so that every mistake shows at its own tap and nowhere else.
+
+    Raises:
+        StageError: if the port fails on this stage.
+    """
+    job = _Job.on_device(runner, stage, description, stage_input)
+    forward, _ = (_prepare_port if runner.module else _prepare_transformers)(job)
+    forced = {name: tensors.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
+    with torch.no_grad():
+        found = _on_host(forward(True, forced))
+    taps = {name: tensors.to_array(_storable(found[name])) for name in in_order(found)}
+    tensors.write(output, {"port": taps}, valid=runner.tokens.valid, attributes={"stage": stage})
+
+
 @dataclass(frozen=True)
 class _Job:
     """One stage to run: `x` is its input in the port's dtype, token ids for `embed`; the tensors are on the device."""
@@ -192,8 +221,8 @@ def _prepare_port(job: _Job) -> tuple[Forward, str]:
     module.to(job.x.device)
     positions = torch.arange(job.ids.shape[1]).to(job.ids.device)
 
-    def forward(with_taps: bool) -> Taps:
-        with collecting() as taps, _module_taps(module, getattr(port, "TAPS", {}) if with_taps else {}):
+    def forward(with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
+        with collecting(forced) as taps, _module_taps(module, getattr(port, "TAPS", {}) if with_taps else {}):
             output = module(job.x, positions, job.valid)
         if not isinstance(output, torch.Tensor):
             raise StageError(f"{job.stage}: the port returns {type(output).__name__}, not one tensor.")
@@ -204,7 +233,7 @@ def _prepare_port(job: _Job) -> tuple[Forward, str]:
 
 def _prepare_transformers(job: _Job) -> tuple[Forward, str]:
     """The unmodified transformers stage. Only its experts run in a form of fixed shape, which compilers need."""
-    from layerproof.static_experts import STATIC_EXPERTS, register
+    from layerproof.experts import STATIC_EXPERTS, register
     from layerproof.transformers_stage import run_stage, stage_module
 
     register()
@@ -214,8 +243,8 @@ def _prepare_transformers(job: _Job) -> tuple[Forward, str]:
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(job.ids.device))
     stage_input = None if job.stage == EMBED else job.x
 
-    def forward(with_taps: bool) -> Taps:
-        return run_stage(model, job.stage, stage_input, job.ids, job.valid, with_taps)
+    def forward(with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
+        return run_stage(model, job.stage, stage_input, job.ids, job.valid, with_taps, forced)
 
     return forward, _kind(stage_module(model, job.stage), job.x)
 
@@ -232,9 +261,9 @@ def _module_taps(module: nn.Module, taps: Mapping[str, str]) -> Iterator[None]:
             handle.remove()
 
 
-def _hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
-    def hand_over(module: nn.Module, args: Any, output: Any) -> None:
-        tap(name, output)
+def _hook(name: str) -> Callable[[nn.Module, Any, Any], Any]:
+    def hand_over(module: nn.Module, args: Any, output: Any) -> Any:
+        return tap(name, output)
 
     return hand_over
 

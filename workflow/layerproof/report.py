@@ -39,15 +39,16 @@ def render(
     verdicts: Mapping[str, Any],
     comparisons: Sequence[Comparison],
     chains: Sequence[Mapping[str, Any]],
+    diagnoses: Sequence[Mapping[str, Any]],
     plots: Mapping[str, Path],
     unused: Sequence[str],
     config: Mapping[str, Any],
 ) -> str:
     """The report as HTML.
 
-    `verdicts`, `comparisons` (in the order of the stages) and `chains` are the contents of results/verdicts.json,
-    results/compare and results/compare/chain; `plots` are SVG files by stage, `map` and `depth`; `unused` names the
-    tensors of the checkpoint that no stage loads; `config` is resolved.
+    `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of
+    results/verdicts.json, results/compare, results/compare/chain and results/diagnosis; `plots` are SVG files by stage,
+    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `config` is resolved.
     """
     environment = Environment(
         loader=FileSystemLoader(template.parent),
@@ -59,7 +60,8 @@ def render(
     environment.filters |= {"number": number, "brackets": brackets, "share": share}
     images = {name: _data_uri(path) for name, path in plots.items()}
     limit = config["compare"]["limit"]
-    headline, *details = verdict_sentences(verdicts, comparisons, chains, limit)
+    headline, *details = verdict_sentences(verdicts, comparisons, chains, diagnoses, limit)
+    by_stage = {diagnosis["stage"]: diagnosis for diagnosis in diagnoses}
     return environment.get_template(template.name).render(
         overall=verdicts["overall"],
         headline=headline,
@@ -69,7 +71,7 @@ def render(
         map=images.get("map"),
         depth=images.get("depth"),
         logits=_logits(comparisons, chains),
-        stages=[_stage(one, verdicts["stages"][one["stage"]], chains, images, limit) for one in comparisons],
+        stages=[_stage(one, by_stage.get(one["stage"]), chains, images, limit) for one in comparisons],
         chains=chains,
         limit=limit,
         config=as_yaml(config),
@@ -82,7 +84,11 @@ def render(
 
 
 def verdict_sentences(
-    verdicts: Mapping[str, Any], comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]], limit: float
+    verdicts: Mapping[str, Any],
+    comparisons: Sequence[Comparison],
+    chains: Sequence[Mapping[str, Any]],
+    diagnoses: Sequence[Mapping[str, Any]],
+    limit: float,
 ) -> list[str]:
     """What came out, as one would say it to a colleague: the first sentence is the verdict."""
     stopped = [comparison for comparison in comparisons if comparison["status"] in NOT_COMPARED]
@@ -91,7 +97,14 @@ def verdict_sentences(
     if culprit:
         failed = sum(comparison["status"] == "fail" for comparison in comparisons)
         counts = f"{failed} of {_count(len(comparisons), 'stage')} {'fails' if failed == 1 else 'fail'}."
-        return [_culprit(culprit, comparisons, limit), counts, *_first_stopped(stopped)]
+        culprits = {diagnosis["stage"]: diagnosis["culprits"] for diagnosis in diagnoses if diagnosis["culprits"]}
+        return [
+            *_culprit(culprit, comparisons, culprits.get(culprit["stage"], []), limit),
+            *_other_culprits(culprit["stage"], culprits),
+            counts,
+            *_passing_on(culprit["stage"], comparisons, chains),
+            *_first_stopped(stopped),
+        ]
     if not agreeing:
         return ["Nothing was compared, so nothing is known of the port.", *_first_stopped(stopped)]
     if stopped:
@@ -115,18 +128,147 @@ def verdict_sentences(
         else f"{_count(len(comparisons), 'stage')} and {_count(agreeing, 'tap')} agree with the golden, "
         f"{_count(missing, 'tap')} could not be looked at"
     )
-    return [f"The port passes: {scope} (largest R {number(R)} at {stage} {name}).", *_end_to_end(chains)]
+    return [
+        f"The port passes: {scope} (largest R {number(R)} at {stage} {name}).",
+        *_margin(comparisons, limit),
+        *_end_to_end(chains),
+    ]
 
 
-def _culprit(culprit: Mapping[str, Any], comparisons: Sequence[Comparison], limit: float) -> str:
-    stage, name = culprit["stage"], culprit["tap"]
-    tap = next(comparison["taps"][name] for comparison in comparisons if comparison["stage"] == stage)
-    R, allowed = metrics.decisive(tap, limit) if tap.get("R") is not None else (None, limit)
-    because = tap["reason"]
-    if R is not None and allowed < R:
-        because = f"R is {_above(R, allowed)} where {allowed:.4g} is allowed"
-    cause = f" The likely cause is {culprit['cause']}." if culprit["cause"] else ""
-    return f"{stage} is the first that goes wrong, at {name}: {_stopped(because)}{cause}"
+def _culprit(
+    first: Mapping[str, Any], comparisons: Sequence[Comparison], culprits: Sequence[Mapping[str, Any]], limit: float
+) -> list[str]:
+    """The first culprit with its cause, or with what is known of its error, and what else is wrong in its stage."""
+    stage, name = first["stage"], first["tap"]
+    if not culprits or not culprits[0]["cause"]:
+        tap = next(comparison["taps"][name] for comparison in comparisons if comparison["stage"] == stage)
+        R, allowed = metrics.decisive(tap, limit) if tap.get("R") is not None else (None, limit)
+        because = tap["reason"] or f"it is wrong by R {number(culprits[0]['R'])} where its input is right"
+        if R is not None and allowed < R:
+            because = f"R is {_above(R, allowed)} where {allowed:.4g} is allowed"
+        known = [*culprits[0]["findings"], *_nearest(culprits[0])] if culprits else []
+        sentences = [f"{stage} is the first that goes wrong, at {name}: {_stopped(because)}", *known]
+    else:
+        cause = culprits[0]["cause"]
+        sentences = [
+            f"{stage} is the first that goes wrong, at {name}: it behaves as if the port had {cause['text']} "
+            f"({_explained(cause)})."
+        ]
+    return sentences + _in_the_same_stage(culprits)
+
+
+def _explained(cause: Mapping[str, Any]) -> str:
+    """How well a cause explains its tap, and how well the next does."""
+    runner_up = cause["runner_up"]
+    best = f"explains it to R = {number(cause['R_explained'])}"
+    return f"{best}; next best {number(runner_up['R_explained'])}" if runner_up else f"{best}; nothing else comes near"
+
+
+def _nearest(culprit: Mapping[str, Any]) -> list[str]:
+    """What is to be said of a culprit without a cause."""
+    if not culprit["nearest"]:
+        return ["No known mistake shows first at this tap."]
+    nearest = culprit["nearest"]
+    return [
+        f"None of the {culprit['tried']} known mistakes that were tried explains it; the nearest, as if the port had "
+        f"{nearest['text']}, leaves R {number(nearest['R_explained'])}."
+    ]
+
+
+def _in_the_same_stage(culprits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Other taps of the first failing stage that are wrong of themselves: by the same cause, by another, by none known."""
+    first = culprits[0]["cause"] if culprits else None
+    by_cause: dict[str | None, list[str]] = {}
+    for culprit in culprits[1:]:
+        by_cause.setdefault(culprit["cause"] and culprit["cause"]["text"], []).append(culprit["tap"])
+    sentences = []
+    for text, taps in by_cause.items():
+        where = f"{_listed(taps)} {'is' if len(taps) == 1 else 'are'} wrong"
+        if text is None:
+            sentences.append(f"In this stage {where} too, and not only because of that.")
+        elif first and text == first["text"]:
+            sentences.append(f"In the same way {where}.")
+        else:
+            sentences.append(f"In this stage {where} too, as if the port had {text}.")
+    return sentences
+
+
+def _other_culprits(first: str, culprits: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """The other stages that fail, by what is wrong in them."""
+
+    def mistakes(stage: str) -> tuple[tuple[str, str | None], ...]:
+        return tuple((one["tap"], one["cause"] and one["cause"]["text"]) for one in culprits[stage])
+
+    alike: dict[tuple[tuple[str, str | None], ...], list[str]] = {}
+    for stage in culprits:
+        if stage != first:
+            alike.setdefault(mistakes(stage), []).append(stage)
+    sentences = []
+    for wrong, stages in alike.items():
+        fails = "fails" if len(stages) == 1 else "fail"
+        tap, text = wrong[0]
+        if first in culprits and wrong == mistakes(first):
+            sentences.append(f"{ranges(stages)} {fails} in the same way.")
+        else:
+            sentences.append(f"{ranges(stages)} {fails} at {tap}{f', as if the port had {text}' if text else ''}.")
+    return sentences
+
+
+def _passing_on(first: str, comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Stages behind the first culprit that are right, and whose chained output is wrong only because of what feeds them."""
+    order = [comparison["stage"] for comparison in comparisons]
+    behind = [one["stage"] for one in comparisons[order.index(first) + 1 :] if one["status"] == "pass"]
+    chained = {stage for chain in chains for stage, entry in chain["stages"].items() if entry["status"] == "pass"}
+    passing = [stage for stage in behind if stage in chained]
+    if not passing:
+        return []
+    return [
+        f"{ranges(passing)} {'is right and only passes' if len(passing) == 1 else 'are right and only pass'} the error on."
+    ]
+
+
+def _margin(comparisons: Sequence[Comparison], limit: float) -> list[str]:
+    """How sure a pass is: how much of what is allowed the worst tap uses."""
+    used = [
+        (R / allowed, stage, name)
+        for stage, name, tap in _taps(comparisons)
+        if tap.get("kind") == "float"
+        for R, allowed in [metrics.decisive(tap, limit)]
+        if R is not None
+    ]
+    if not used:
+        return []
+    most, stage, name = max(used)
+    return [
+        f"{name} of {stage} comes nearest to its limit, with {share(most)} of the error that is allowed; a mistake that "
+        "makes twice the noise at any tap, or at one token, head, channel block or expert of it, would have failed."
+    ]
+
+
+def _diagnosis(diagnosis: Mapping[str, Any]) -> list[tuple[str | None, str]]:
+    """(tap, what is wrong there) of a stage that fails, and what is to be said of all of them."""
+    if diagnosis["reason"]:
+        return [(None, f"Not diagnosed: {_stopped(diagnosis['reason'])}")]
+    lines: list[tuple[str | None, str]] = []
+    for culprit in diagnosis["culprits"]:
+        cause = culprit["cause"]
+        known = (
+            [f"As if the port had {cause['text']} ({cause['name']}; {_explained(cause)})."]
+            if cause
+            else _nearest(culprit)
+        )
+        found = f"Wrong of itself, R {number(culprit['R'])}." if culprit["R"] is not None else "Wrong of itself."
+        lines.append((culprit["tap"], " ".join([found, *known, *culprit["findings"]])))
+    together = diagnosis["together"]
+    if together:
+        these = "this mistake" if len(together["causes"]) == 1 else "these mistakes"
+        text = "gives the port's output" if together["explains"] else "does not yet give the port's output"
+        lines.append((None, f"With {these} put in, the golden {text}: R {number(together['R_explained'])}."))
+    return lines
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _first_stopped(stopped: Sequence[Comparison]) -> list[str]:
@@ -294,7 +436,7 @@ def _greedy(logits: Mapping[str, Any]) -> str:
 
 def _stage(
     comparison: Comparison,
-    verdict: Mapping[str, Any],
+    diagnosis: Mapping[str, Any] | None,
     chains: Sequence[Mapping[str, Any]],
     images: Mapping[str, str],
     limit: float,
@@ -310,7 +452,7 @@ def _stage(
         "name": stage,
         "status": comparison["status"],
         "reason": comparison["reason"],
-        "cause": verdict["cause"],
+        "diagnosis": _diagnosis(diagnosis) if diagnosis else [],
         "first_failing": next((name for name, tap in taps.items() if tap["status"] == "fail"), None),
         "out_R": out.get("R"),
         "worst": {"tap": worst[1], "R": worst[2]} if worst and worst[2] is not None else None,

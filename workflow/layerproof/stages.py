@@ -81,3 +81,13 @@ def previous_stage(stage: str, num_layers: int) -> str | None:
     order = all_stages(num_layers)
     position = order.index(stage)
     return order[position - 1] if position else None
+
+
+def related_stages(stage: str, num_layers: int) -> list[str]:
+    """Stages whose weights a port may have loaded in place of those of `stage`: the layers beside it, for `lm_head` the
+    embedding and the last norm.
+    """
+    layer = layer_of(stage)
+    if layer is not None:
+        return [layer_stage(other) for other in (layer - 1, layer + 1) if 0 <= other < num_layers]
+    return [EMBED, NORM] if stage == LM_HEAD else []

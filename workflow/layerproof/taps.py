@@ -1,14 +1,16 @@
 """Taps: named tensors inside a stage, by their canonical names.
 
-A port hands a tensor over with `tap("attn.q_rot", q)`, which returns it unchanged and costs nothing unless a run collects
-taps. On a lazy device the collected tensors become extra outputs of the graph.
+A port hands a tensor over with `q = tap("attn.q_rot", q)`, which costs nothing unless a run collects taps, and goes on with
+what it returns: the same tensor, or in a *forced* run the golden's (teacher forcing), so that an error ends at the tap that
+made it. On a lazy device the collected tensors become extra outputs of the graph.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layerproof.errors import StageError
@@ -44,11 +46,79 @@ SHAPES = {
 }
 """Canonical taps and their layout, in the order that data flows through a layer."""
 
-_collected: ContextVar[dict[str, torch.Tensor] | None] = ContextVar("collected", default=None)
+FEEDS = {
+    "input_norm": (),
+    "attn.q": ("input_norm",),
+    "attn.k": ("input_norm",),
+    "attn.v": ("input_norm",),
+    "attn.q_norm": ("attn.q",),
+    "attn.k_norm": ("attn.k",),
+    "attn.q_rot": ("attn.q_norm",),
+    "attn.k_rot": ("attn.k_norm",),
+    "attn.context": ("attn.q_rot", "attn.k_rot", "attn.v"),
+    "attn.out": ("attn.context",),
+    "post_attn_norm": ("attn.out",),
+    "pre_mlp_norm": ("post_attn_norm", "attn.out"),
+    "router.logits": ("pre_mlp_norm", "post_attn_norm"),
+    "router.scores": ("router.logits",),
+    "router.selection": ("router.scores",),
+    "router.choice": ("router.selection",),
+    "router.weights": ("router.choice", "router.scores"),
+    "mlp.gate": ("pre_mlp_norm", "post_attn_norm"),
+    "mlp.up": ("pre_mlp_norm", "post_attn_norm"),
+    "mlp.out": ("mlp.gate", "mlp.up", "router.weights", "pre_mlp_norm", "post_attn_norm"),
+    "post_mlp_norm": ("mlp.out",),
+    OUT: ("post_mlp_norm", "mlp.out", "post_attn_norm", "attn.out"),
+}
+"""What feeds each tap directly, in a layer that has them all."""
+
+
+def unseen_before(tap: str, seen: Collection[str]) -> set[str]:
+    """The taps where a mistake may have been made that shows at `tap` first: itself, and what feeds it unseen."""
+    found = {tap}
+    for name in FEEDS[tap]:
+        if name not in seen:
+            found |= unseen_before(name, seen)
+    return found
+
+
+Seen = Mapping[str, "torch.Tensor"]
+Edit = Callable[["torch.Tensor", Seen], "torch.Tensor"]
+"""Makes another tensor of a tap's, given also the taps before it."""
+
+
+class TapsDone(Exception):
+    """Ends a stage's forward once it has the taps that are asked for."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run does with its taps: a tap is edited, collected, and where it is forced, replaced for what follows."""
+
+    forced: Mapping[str, torch.Tensor]
+    edits: Mapping[str, Edit]
+    until: str
+    collected: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def hand_over(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in self.edits:
+            tensor = self.edits[name](tensor, {**self.collected, **self.forced})
+        self.collected[name] = tensor
+        if name == self.until != OUT:
+            raise TapsDone
+        golden = self.forced.get(name)
+        if golden is None or golden.shape != tensor.shape:
+            return tensor
+        return golden.to(tensor.device, tensor.dtype)
+
+
+_run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Hands `tensor` over under a canonical name if the run collects taps, and returns it unchanged.
+    """Hands `tensor` over under a canonical name if the run collects taps. Returns what to go on with.
+
+    That is `tensor` itself, or in a forced run the golden's tensor of this name and shape, in the dtype of `tensor`.
 
     Raises:
         StageError: if the name is not canonical or it stands for no tensor.
@@ -59,21 +129,24 @@ def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise StageError(
             f'tap "{name}": is a {type(tensor).__name__}, not a tensor. Write tap("{name}", tensor) inside forward.'
         )
-    collected = _collected.get()
-    if collected is not None:
-        collected[name] = tensor
-    return tensor
+    run = _run.get()
+    return tensor if run is None else run.hand_over(name, tensor)
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[dict[str, torch.Tensor]]:
-    """Collects the taps of what runs inside the block."""
-    collected: dict[str, torch.Tensor] = {}
-    token = _collected.set(collected)
+def collecting(
+    forced: Mapping[str, torch.Tensor] | None = None, edits: Mapping[str, Edit] | None = None, until: str = OUT
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Collects the taps of what runs inside the block: with `edits` made, and before `forced` values take their place.
+
+    Another tap than `out` as `until` ends the run with TapsDone once it is collected.
+    """
+    run = _Run(forced or {}, edits or {}, until)
+    token = _run.set(run)
     try:
-        yield collected
+        yield run.collected
     finally:
-        _collected.reset(token)
+        _run.reset(token)
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -218,6 +218,20 @@ def taps(file: h5py.File, group: str) -> dict[str, Tensor]:
     return found
 
 
+def is_empty(path: Path) -> bool:
+    """Whether there is a file without tensors that stands for no failure."""
+    try:
+        with reading(path) as file:
+            return not len(file)
+    except StageError:
+        return False
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor with its data read from its file."""
+    return Tensor(tensor.data[...], tensor.dtype)
+
+
 def read(path: Path, name: str) -> Tensor:
     """One tensor, read into memory, by its full name such as `golden/out`.
 

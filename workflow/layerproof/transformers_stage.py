@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from layerproof.checkpoint import parts_of
 from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of
-from layerproof.taps import OUT, collecting, dense_weights, tap
+from layerproof.taps import OUT, Edit, TapsDone, collecting, dense_weights, tap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,10 +41,6 @@ MODULE_TAPS = {
 """Modules of a transformers decoder layer whose output is a canonical tap."""
 
 
-class _StageDone(Exception):
-    """Ends the model's forward once the stage has its output."""
-
-
 def run_stage(
     model: PreTrainedModel,
     stage: str,
@@ -52,16 +48,21 @@ def run_stage(
     token_ids: torch.Tensor,
     valid: torch.Tensor,
     with_taps: bool = True,
+    forced: Mapping[str, torch.Tensor] | None = None,
+    edits: Mapping[str, Edit] | None = None,
+    attention: Callable[[Callable], Callable] | None = None,
+    until: str = OUT,
 ) -> dict[str, torch.Tensor]:
     """Runs one stage and returns its taps, `out` among them; without taps, `out` alone.
 
     `token_ids` is int64 and `valid` bool, both [batch, seq], on the model's device; `stage_input` is the previous stage's
     output, [batch, seq, hidden], and None for `embed`. Of the model's weights only those of the stage are touched.
+    `forced`, `edits` and `until` are those of `taps.collecting`; `attention` wraps the attention function.
     """
     parts = parts_of(model)
     layers = cast("nn.ModuleList", model.get_submodule(parts.layers))
     layer = layer_of(stage)
-    with collecting() as taps, contextlib.ExitStack() as stack, torch.no_grad():
+    with collecting(forced, edits, until) as taps, contextlib.ExitStack() as stack, torch.no_grad():
         if stage != EMBED:
             stack.enter_context(_forward_replaced(model.get_submodule(parts.embed), lambda ids: stage_input))
         for index, module in enumerate(layers):
@@ -75,12 +76,12 @@ def run_stage(
             module = stage_module(model, stage)
             stack.enter_context(_hooked(module.register_forward_pre_hook(_feeder(stage_input), with_kwargs=True)))
             if layer is not None and with_taps:
-                _add_taps(stack, module, token_ids.shape)
+                _add_taps(stack, module, token_ids.shape, attention)
             stack.enter_context(_hooked(module.register_forward_hook(_end_with_output)))
         try:
             result = model(input_ids=token_ids, attention_mask=valid.long(), use_cache=False)
             tap(OUT, result.logits)
-        except _StageDone:
+        except TapsDone:
             pass
     return taps
 
@@ -107,12 +108,12 @@ def _feeder(stage_input: torch.Tensor | None) -> Callable:
 
 def _end_with_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
     tap(OUT, args[0])
-    raise _StageDone
+    raise TapsDone
 
 
 def _end_with_output(module: nn.Module, args: tuple, output: Any) -> None:
     tap(OUT, _first(output))
-    raise _StageDone
+    raise TapsDone
 
 
 def _first(output: Any) -> torch.Tensor:
@@ -136,13 +137,15 @@ def _hooked(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
         handle.remove()
 
 
-def _add_taps(stack: contextlib.ExitStack, layer: nn.Module, shape: torch.Size) -> None:
+def _add_taps(
+    stack: contextlib.ExitStack, layer: nn.Module, shape: torch.Size, attention: Callable[[Callable], Callable] | None
+) -> None:
     """Hooks for every canonical tap that the layer has; `shape` is [batch, seq]."""
     modules = dict(layer.named_modules())
     for path, name in MODULE_TAPS.items():
         if path in modules:
             stack.enter_context(_hooked(modules[path].register_forward_hook(_module_tap(name, shape))))
-    stack.enter_context(_attention_taps())
+    stack.enter_context(_attention_taps(attention))
     experts = modules.get("mlp.experts")
     router = modules.get("mlp.gate") or modules.get("mlp.router")
     if experts is not None and router is not None:
@@ -150,27 +153,42 @@ def _add_taps(stack: contextlib.ExitStack, layer: nn.Module, shape: torch.Size) 
 
 
 def _module_tap(name: str, shape: torch.Size) -> Callable:
-    def hook(module: nn.Module, args: tuple, output: Any) -> None:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         tensor = _first(output)
         # Some models normalise q and k per head before the heads are moved behind the tokens, some after.
-        tap(name, tensor if tensor.shape[:2] == shape else tensor.transpose(1, 2))
+        dims = (1, 1) if tensor.shape[:2] == shape else (1, 2)
+        tensor = _tap_moved(name, tensor, *dims)
+        return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
 
     return hook
 
 
+def _tap_moved(name: str, tensor: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    """Taps a tensor with two dims exchanged. One that is not replaced is returned itself: a compiler sees no difference."""
+    moved = tensor.transpose(first, second)
+    after = tap(name, moved)
+    return tensor if after is moved else after.transpose(first, second)
+
+
+def _tap_viewed(name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Taps a tensor as [batch, seq, the rest], where `shape` is [batch, seq]; as `_tap_moved` does."""
+    viewed = tensor.reshape(*shape, -1)
+    after = tap(name, viewed)
+    return tensor if after is viewed else after.reshape(tensor.shape)
+
+
 @contextlib.contextmanager
-def _attention_taps() -> Iterator[None]:
+def _attention_taps(wrap: Callable[[Callable], Callable] | None) -> Iterator[None]:
     """Taps rotated q and k and the context where transformers calls the attention function, whichever it is."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def tapped(original: Callable | None) -> Callable:
         def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any):
             function = original or sys.modules[type(module).__module__].eager_attention_forward
-            tap("attn.q_rot", query.transpose(1, 2))
-            tap("attn.k_rot", key.transpose(1, 2))
+            function = wrap(function) if wrap else function
+            query, key = _tap_moved("attn.q_rot", query, 1, 2), _tap_moved("attn.k_rot", key, 1, 2)
             context, weights = function(module, query, key, *args, **kwargs)
-            tap("attn.context", context.flatten(2))
-            return context, weights
+            return _tap_viewed("attn.context", context, context.shape[:2]), weights
 
         return attention
 
@@ -185,7 +203,7 @@ def _attention_taps() -> Iterator[None]:
 
 
 class _RouterSteps(TorchFunctionMode):
-    """Taps the steps of a router that are no modules: what sigmoid or softmax gives and what the top-k is taken of."""
+    """Taps the steps of a router: its product, what sigmoid or softmax gives, and what the top-k is taken of."""
 
     def __init__(self, num_experts: int, shape: torch.Size) -> None:
         """`shape` is [batch, seq], which the router's input has lost."""
@@ -194,12 +212,14 @@ class _RouterSteps(TorchFunctionMode):
         self.shape = shape
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if name == "topk" and args[0].shape[-1] == self.num_experts:
+            args = (_tap_viewed("router.selection", args[0], self.shape), *args[1:])
+        result = func(*args, **(kwargs or {}))
+        if name == "linear" and result.shape[-1] == self.num_experts:
+            return _tap_viewed("router.logits", result, self.shape)
         if name in ("sigmoid", "softmax") and result.shape[-1] == self.num_experts:
-            tap("router.scores", result.view(*self.shape, -1))
-        elif name == "topk" and args[0].shape[-1] == self.num_experts:
-            tap("router.selection", args[0].view(*self.shape, -1))
+            return _tap_viewed("router.scores", result, self.shape)
         return result
 
 
@@ -207,19 +227,22 @@ def _add_router_taps(stack: contextlib.ExitStack, router: nn.Module, experts: nn
     num_experts = cast("int", experts.num_experts)
     steps = _RouterSteps(num_experts, shape)
 
-    def before_router(module: nn.Module, args: tuple) -> None:
-        steps.__enter__()
+    forward = router.forward
 
-    def after_router(module: nn.Module, args: tuple, output: Any) -> None:
-        steps.__exit__(None, None, None)
-        tap("router.logits", _first(output).view(*shape, -1))
+    def in_steps(*args: Any, **kwargs: Any) -> Any:
+        with steps:
+            return forward(*args, **kwargs)
 
-    def before_experts(module: nn.Module, args: tuple) -> None:
-        _, choice, weights = args
-        choice = choice.view(*shape, -1)
-        tap("router.choice", choice.sort(-1).values.int())
-        tap("router.weights", dense_weights(choice, weights.reshape(*shape, -1), num_experts))
+    def before_experts(module: nn.Module, args: tuple) -> tuple | None:
+        hidden, choice, weights = args
+        ordered = choice.view(*shape, -1).sort(-1).values.int()
+        chosen = tap("router.choice", ordered)
+        dense = dense_weights(choice.view(*shape, -1), weights.reshape(*shape, -1), num_experts)
+        weighted = tap("router.weights", dense)
+        if chosen is ordered and weighted is dense:
+            return None  # the order of the choice is the order of a sum
+        chosen = chosen.long()
+        return hidden, chosen.flatten(0, 1), weighted.gather(-1, chosen).flatten(0, 1).to(weights.dtype)
 
-    stack.enter_context(_hooked(router.register_forward_pre_hook(before_router)))
-    stack.enter_context(_hooked(router.register_forward_hook(after_router)))
+    stack.enter_context(_forward_replaced(router, in_steps))
     stack.enter_context(_hooked(experts.register_forward_pre_hook(before_experts)))

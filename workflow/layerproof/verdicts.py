@@ -14,25 +14,38 @@ SCHEMA_VERSION = 1
 GATE_EXIT = {"pass": 0, "fail": 1, "error": 2}
 
 
-def collect(comparisons: Sequence[Mapping[str, Any]], chains: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The content of results/verdicts.json from the contents of results/compare, in the order of the stages.
+def undiagnosed(stage: str, reason: str | None = None) -> dict[str, Any]:
+    """The content of results/diagnosis/STAGE.json for a stage that does not fail, or cannot be diagnosed for this reason."""
+    return {"schema_version": SCHEMA_VERSION, "stage": stage, "culprits": [], "together": None, "reason": reason}
+
+
+def collect(
+    comparisons: Sequence[Mapping[str, Any]],
+    chains: Sequence[Mapping[str, Any]],
+    diagnoses: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The content of results/verdicts.json from the contents of results/compare and results/diagnosis.
 
     `overall` is `error` if any stage ended as error or missing or there is no stage at all, `fail` if any fails, and
-    else `pass`. The first culprit is the first failing tap of the first failing stage; `cause` waits for diagnosis.
+    else `pass`. The first culprit is the first tap of the first failing stage that goes wrong of itself, and if the stage
+    could not be diagnosed, the first that fails.
     """
-    stages = {comparison["stage"]: _stage(comparison, chains) for comparison in comparisons}
+    culprits = {diagnosis["stage"]: diagnosis["culprits"] for diagnosis in diagnoses}
+    stages = {one["stage"]: _stage(one, chains, culprits.get(one["stage"], [])) for one in comparisons}
     states = {stage["status"] for stage in stages.values()} | {chain["status"] for chain in chains}
     broken = not stages or states & {"error", "missing"}
     return {
         "schema_version": SCHEMA_VERSION,
         "overall": "error" if broken else "fail" if "fail" in states else "pass",
-        "first_culprit": _first_culprit(comparisons),
+        "first_culprit": _first_culprit(comparisons, culprits),
         "stages": stages,
         "chains": {chain["chain"]: {"status": chain["status"], "logits": chain["logits"]} for chain in chains},
     }
 
 
-def _stage(comparison: Mapping[str, Any], chains: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _stage(
+    comparison: Mapping[str, Any], chains: Sequence[Mapping[str, Any]], culprits: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     taps = {
         name: {
             "status": tap["status"],
@@ -50,8 +63,22 @@ def _stage(comparison: Mapping[str, Any], chains: Sequence[Mapping[str, Any]]) -
         "isolated": {"R": taps.get(OUT, {}).get("R"), "taps": taps},
         "chained": {key: chained.get(key) for key in ("R", "gain", "role")} if chained else None,
         "routing": comparison["routing"],
-        "cause": None,
+        "culprits": [{"tap": culprit["tap"], "cause": _name(culprit["cause"])} for culprit in culprits],
+        "cause": next((_cause(culprit["cause"]) for culprit in culprits if culprit["cause"]), None),
     }
+
+
+def _cause(cause: Mapping[str, Any]) -> dict[str, Any]:
+    """A cause as verdicts.json states it, with the runner-up without its text."""
+    runner_up = cause["runner_up"]
+    return {
+        **{key: cause[key] for key in ("name", "text", "R_explained")},
+        "runner_up": {key: runner_up[key] for key in ("name", "R_explained")} if runner_up else None,
+    }
+
+
+def _name(cause: Mapping[str, Any] | None) -> str | None:
+    return cause["name"] if cause else None
 
 
 def _worst(tap: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -67,11 +94,16 @@ def _worst(tap: Mapping[str, Any]) -> dict[str, Any] | None:
     return max(groups, key=lambda group: group["R"], default=None)
 
 
-def _first_culprit(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _first_culprit(
+    comparisons: Sequence[Mapping[str, Any]], culprits: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, Any] | None:
     for comparison in comparisons:
+        stage = comparison["stage"]
+        for culprit in culprits.get(stage, []):
+            return {"stage": stage, "tap": culprit["tap"], "cause": _name(culprit["cause"])}
         for name, tap in comparison["taps"].items():
             if tap["status"] == "fail":
-                return {"stage": comparison["stage"], "tap": name, "cause": None}
+                return {"stage": stage, "tap": name, "cause": None}
     return None
 
 

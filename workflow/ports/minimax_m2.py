@@ -132,8 +132,8 @@ class MoE(nn.Module):
         scores = tap("router.scores", logits.float().sigmoid())
         selection = tap("router.selection", scores + self.router_bias)
         choice = torch.topk(selection, self.top_k, dim=-1).indices
-        tap("router.choice", choice.sort(-1).values.int())
-        chosen = torch.zeros_like(scores).scatter(-1, choice, 1.0)
+        choice = tap("router.choice", choice.sort(-1).values.int())
+        chosen = torch.zeros_like(scores).scatter(-1, choice.long(), 1.0)
         weights = scores * chosen
         return tap("router.weights", weights / weights.sum(-1, keepdim=True))
 

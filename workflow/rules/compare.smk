@@ -1,6 +1,5 @@
 # results/golden/STAGE.h5, results/noise/STAGE.h5, results/port/STAGE.h5 -> results/compare/STAGE.json
 # results/golden/, results/chain/A-B/ -> results/compare/chain/A-B.json
-# all comparisons -> results/verdicts.json
 
 
 rule compare_stage:
@@ -56,28 +55,4 @@ rule compare_chain:
     shell:
         "python -m layerproof compare-chain {output.comparison:q} --golden {input.golden:q}"
         " --port {input.port:q} --comparisons {input.comparisons:q} --tokens {input.tokens:q}"
-        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
-
-
-rule verdicts:
-    """All comparisons as one verdict, for programs."""
-    input:
-        comparisons=expand(rules.compare_stage.output.comparison, stage=STAGES),
-        chains=expand(rules.compare_chain.output.comparison, chain=CHAINS),
-        stamp=lambda wildcards: stamp_file("results/verdicts.json", verdicts_spec(wildcards)),
-    output:
-        verdicts=update("results/verdicts.json"),
-        record=update("results/records/verdicts.json"),
-    log:
-        "results/logs/verdicts.log",
-    benchmark:
-        "results/benchmarks/verdicts.tsv"
-    container:
-        containers["cpu"]
-    params:
-        spec=verdicts_spec,
-        stamp=lambda wildcards: stamp("verdicts", "results/verdicts.json"),
-    shell:
-        "python -m layerproof verdicts {output.verdicts:q} --comparisons {input.comparisons:q}"
-        " --chains {input.chains:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"

@@ -55,6 +55,7 @@ rule report:
         unused=rules.weights.output.unused,
         comparisons=rules.verdicts.input.comparisons,
         chains=rules.verdicts.input.chains,
+        diagnoses=rules.verdicts.input.diagnoses,
         records=expand(rules.port_stage.output.record, stage=STAGES),
         plots=[*expand(rules.plot_stage.output.plot, stage=STAGES), *rules.plot_model.output.plots],
         stamp=lambda wildcards: stamp_file("results/report.html", report_spec(wildcards)),
@@ -73,7 +74,7 @@ rule report:
     shell:
         "python -m layerproof report {output.html:q} --template {input.template:q}"
         " --verdicts {input.verdicts:q} --unused {input.unused:q} --comparisons {input.comparisons:q}"
-        " --chains {input.chains:q} --plots {input.plots:q} --records {input.records:q}"
+        " --chains {input.chains:q} --diagnoses {input.diagnoses:q} --plots {input.plots:q} --records {input.records:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 
 

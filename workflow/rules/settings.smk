@@ -56,6 +56,19 @@ def compare_stage_spec(wildcards):
     return spec("numpy", "h5py", stage=wildcards.stage, limit=SETTINGS["compare"]["limit"])
 
 
+def diagnose_stage_spec(wildcards):
+    return spec(
+        "torch",
+        "transformers",
+        "numpy",
+        stage=wildcards.stage,
+        checkpoint_dir=CHECKPOINT,
+        trust_remote_code=SETTINGS["model"]["trust_remote_code"],
+        limit=SETTINGS["compare"]["limit"],
+        **SETTINGS["golden"],
+    )
+
+
 def compare_chain_spec(wildcards):
     return spec(
         "numpy",

@@ -1,0 +1,168 @@
+"""Runs one stage of a port against its golden in this process, with a mistake or without, and asks every rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import models
+from layerproof import checkpoint, golden, port, tensors, tiny, tokens
+from layerproof.compare import compare_stage
+from layerproof.diagnose import Files, Stage, diagnose
+from layerproof.files import read_json, write_json
+from layerproof.fingerprint import REPOSITORY
+from layerproof.metrics import LIMIT
+from layerproof.stages import all_stages, previous_stage
+
+PORT = REPOSITORY / "workflow/ports/minimax_m2.py"
+PROMPTS = REPOSITORY / "workflow/resources/prompts.txt"
+TINY = "tiny"
+"""The model that the default run makes and trains; the others are the random ones of tests/models.py."""
+
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "attn_implementation": None,
+    "experts_implementation": None,
+    "trust_remote_code": False,
+    "compared": True,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint with its golden run: `directory` is laid out as results/ is."""
+
+    name: str
+    seed: int
+    directory: Path
+    prompts: tokens.Tokens
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / "checkpoint"
+
+    @property
+    def stages(self) -> list[str]:
+        return all_stages(checkpoint.num_layers(checkpoint.read_config(self.checkpoint)))
+
+    def description(self, stage: str) -> dict[str, Any]:
+        return read_json(self.directory / f"weights/{stage}.json")
+
+    def previous(self, stage: str) -> Path | None:
+        before = previous_stage(stage, len(self.stages) - 3)
+        return self.directory / f"golden/{before}.h5" if before else None
+
+
+def make_model(
+    name: str, seed: int, directory: Path, lengths: Sequence[int] | None = None, until: str | None = None
+) -> Model:
+    """Makes a checkpoint and runs its golden up to a stage, on random prompts of these lengths or on the default run's."""
+    made = directory / "checkpoint"
+    if not made.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        (tiny.make if name == TINY else _random(name))(made, seed)
+    prompts = tokens.pad(_random_ids(made, seed, lengths), 0) if lengths else _read(directory, made)
+    model = Model(name, seed, directory, prompts)
+    descriptions, _ = checkpoint.describe_stages(made, model.stages, False)
+    for stage in model.stages:
+        write_json(directory / f"weights/{stage}.json", descriptions[stage])
+    for stage in model.stages:
+        output, noise = (directory / part / f"{stage}.h5" for part in ("golden", "noise"))
+        for path in (output, noise):
+            path.parent.mkdir(exist_ok=True)
+        golden.make_stage(stage, made, descriptions[stage], prompts, model.previous(stage), output, noise, SETTINGS)
+        if stage == until:
+            break
+    return model
+
+
+def _random(name: str) -> Any:
+    return lambda directory, seed: models.save(name, directory, seed)
+
+
+def _read(directory: Path, made: Path) -> tokens.Tokens:
+    path = directory / "tokens.json"
+    tokens.make(path, made, checkpoint.read_config(made), PROMPTS, None, 512, False)
+    return tokens.Tokens.read(path)
+
+
+def _random_ids(made: Path, seed: int, lengths: Sequence[int]) -> list[list[int]]:
+    import numpy as np
+
+    words = checkpoint.read_config(made)["vocab_size"]
+    generator = np.random.default_rng(seed)
+    return [generator.integers(3, words, length).tolist() for length in lengths]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What each rule says of one run: the rules' names with True for "this port is wrong", and the diagnosis."""
+
+    verdicts: dict[str, bool]
+    failed: list[str]
+    culprits: list[dict[str, Any]]
+    together: dict[str, Any] | None
+    out_R: float | None
+
+
+def run(
+    model: Model, stage: str, source: str | None, directory: Path, dtype: str = "bfloat16", diagnosed: bool = True
+) -> Outcome:
+    """Runs a stage of the port with this source, or of unmodified transformers without one, and judges it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "port.py"
+    if source is not None:
+        path.write_text(source)
+    settings = {
+        "backend": "xla" if source is not None else "transformers",
+        "module": str(path),
+        "device": "auto",
+        "dtype": dtype,
+        "options": {},
+        "trust_remote_code": False,
+    }
+    runner = port.Runner.start(model.checkpoint, model.prompts, settings)
+    before = model.previous(stage)
+    fed = tensors.read(before, "golden/out") if before else None
+    description = model.description(stage)
+    files = Files(
+        golden=model.directory / f"golden/{stage}.h5",
+        noise=model.directory / f"noise/{stage}.h5",
+        port=directory / "port.h5",
+        forced=directory / "forced.h5",
+    )
+    port.make_stage(runner, stage, description, fed, files.port)
+    comparison = compare_stage(stage, files.golden, files.noise, files.port, model.prompts.valid, LIMIT)
+    failed = [name for name, tap in comparison["taps"].items() if tap["status"] == "fail"]
+    diagnosis: dict[str, Any] = {"culprits": [], "together": None}
+    if comparison["status"] == "fail" and diagnosed:
+        with tensors.reading(files.golden) as file:
+            wanted = {name: tensors.in_memory(tap) for name, tap in tensors.taps(file, "golden").items()}
+        port.force_stage(runner, stage, description, fed, wanted, files.forced)
+        descriptions = {name: model.description(name) for name in model.stages}
+        subject = Stage(stage, model.checkpoint, descriptions, model.prompts, before, SETTINGS, LIMIT)
+        diagnosis = diagnose(subject, comparison, files)
+    out = comparison["taps"]["out"]
+    return Outcome(
+        verdicts={"layerproof": comparison["status"] != "pass", **_other_rules(out)},
+        failed=failed,
+        culprits=diagnosis["culprits"],
+        together=diagnosis["together"],
+        out_R=out.get("R"),
+    )
+
+
+def _other_rules(out: dict[str, Any]) -> dict[str, bool]:
+    """The rules that others use, on the stage's output: whether each calls the port wrong. Undefined is wrong."""
+    fixed = out.get("fixed") or {}
+    R, rel_l2 = out.get("R"), out.get("rel_l2")
+    broken = out["status"] == "fail" and not out.get("count")
+    return {
+        "fixed": broken or not all(fixed.values()) or not fixed,
+        "cosine_pearson": broken or not (fixed.get("cosine") and fixed.get("pearson")),
+        "R": broken or R is None or R > 1.2,
+        "rel_l2": broken or rel_l2 is None or rel_l2 >= 0.05,
+    }
