@@ -57,9 +57,9 @@ class Model:
 
 
 def make_model(
-    name: str, seed: int, directory: Path, lengths: Sequence[int] | None = None, until: str | None = None
+    name: str, seed: int, directory: Path, lengths: Sequence[int] | None = None, attention: str | None = None
 ) -> Model:
-    """Makes a checkpoint and runs its golden up to a stage, on random prompts of these lengths or on the default run's."""
+    """Makes a checkpoint and runs its golden, on random prompts of these lengths or on the default run's."""
     made = directory / "checkpoint"
     if not made.exists():
         directory.mkdir(parents=True, exist_ok=True)
@@ -73,9 +73,8 @@ def make_model(
         output, noise = (directory / part / f"{stage}.h5" for part in ("golden", "noise"))
         for path in (output, noise):
             path.parent.mkdir(exist_ok=True)
-        golden.make_stage(stage, made, descriptions[stage], prompts, model.previous(stage), output, noise, SETTINGS)
-        if stage == until:
-            break
+        settings = SETTINGS | {"attn_implementation": attention}
+        golden.make_stage(stage, made, descriptions[stage], prompts, model.previous(stage), output, noise, settings)
     return model
 
 
@@ -99,17 +98,26 @@ def _random_ids(made: Path, seed: int, lengths: Sequence[int]) -> list[list[int]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What each rule says of one run: the rules' names with True for "this port is wrong", and the diagnosis."""
+    """What each rule says of one run: the rules' names with True for "this port is wrong", and the diagnosis.
+
+    `effect` is the largest R of a tap in units of its band: how many times the noise the mistake is.
+    """
 
     verdicts: dict[str, bool]
     failed: list[str]
     culprits: list[dict[str, Any]]
     together: dict[str, Any] | None
-    out_R: float | None
+    effect: float
 
 
 def run(
-    model: Model, stage: str, source: str | None, directory: Path, dtype: str = "bfloat16", diagnosed: bool = True
+    model: Model,
+    stage: str,
+    source: str | None,
+    directory: Path,
+    dtype: str = "bfloat16",
+    diagnosed: bool = True,
+    also_loads: Sequence[str] = (),
 ) -> Outcome:
     """Runs a stage of the port with this source, or of unmodified transformers without one, and judges it."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -128,6 +136,8 @@ def run(
     before = model.previous(stage)
     fed = tensors.read(before, "golden/out") if before else None
     description = model.description(stage)
+    for other in also_loads:
+        description["tensors"] = model.description(other)["tensors"] | description["tensors"]
     files = Files(
         golden=model.directory / f"golden/{stage}.h5",
         noise=model.directory / f"noise/{stage}.h5",
@@ -151,8 +161,18 @@ def run(
         failed=failed,
         culprits=diagnosis["culprits"],
         together=diagnosis["together"],
-        out_R=out.get("R"),
+        effect=max(map(_effect, comparison["taps"].values())),
     )
+
+
+def _effect(tap: dict[str, Any]) -> float:
+    """R of a tap, or of its worst group, in units of the band; infinite if it fails without an R."""
+    if tap.get("weighted_R") is None or not tap["band"]:
+        return float("inf") if tap["status"] == "fail" and tap.get("kind") != "exact" else 0.0
+    band = tap["band"]
+    groups = {"token": "worst_token", "block": "worst_block", "head": "worst_head", "expert": "worst_expert"}
+    worst = [tap[key]["R"] / band[kind] for kind, key in groups.items() if kind in band and tap.get(key)]
+    return max([tap["weighted_R"] / band["weighted"], *worst])
 
 
 def _other_rules(out: dict[str, Any]) -> dict[str, bool]:

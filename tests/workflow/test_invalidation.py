@@ -40,9 +40,13 @@ def compared(stages):
     return {f"compare/{stage}.json" for stage in stages} | {"compare/chain/all.json"}
 
 
+def forced(stages):
+    return {f"forced/{stage}.h5" for stage in stages}
+
+
 def diagnosed(stages):
     """Made once for a stage that passes, and left alone as long as it does."""
-    return {f"forced/{stage}.h5" for stage in stages} | {f"diagnosis/{stage}.json" for stage in stages}
+    return forced(stages) | {f"diagnosis/{stage}.json" for stage in stages}
 
 
 def plotted(stages):
@@ -119,19 +123,29 @@ def test_comments_docstrings_and_formatting(workflow):
 
 
 def test_router_edited(workflow):
-    workflow.edit("port.py", ("logits.float().softmax(-1)", "logits.float().mul(1.5).softmax(-1)"))
+    workflow.edit("port.py", ("logits.float().softmax(-1)", "logits.float().sigmoid()"))
     assert run(workflow) == {
         *isolated(MOE),
         *chained(FROM_1),
         *compared(MOE),
+        *diagnosed(MOE),  # they fail
         *plotted(MOE),
         *TELLING,
     } | compared(FROM_1) - {f"compare/{stage}.json" for stage in ("norm", "lm_head")}
+    verdicts = json.loads((workflow.results / "verdicts.json").read_text())
+    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "router.scores", "cause": "router_sigmoid"}
+    report = (workflow.results / "report.html").read_text()
+    assert "it behaves as if the port had a sigmoid in place of the softmax over the experts" in report
+    assert "layer_002 fails in the same way." in report
 
 
 def test_attention_edited_with_equal_results_reruns_the_layers_and_stops_there(workflow):
     workflow.edit("port.py", (".softmax(-1).to(x.dtype)", ".softmax(dim=-1).to(x.dtype)"))
-    assert run(workflow) - {"manifest.json"} == {*isolated(LAYERS), *chained(LAYERS)}
+    assert run(workflow) - {"manifest.json"} == {
+        *isolated(LAYERS),
+        *chained(LAYERS),
+        *forced(MOE),
+    }
 
 
 def test_attention_edited(workflow):
@@ -140,6 +154,7 @@ def test_attention_edited(workflow):
         *isolated(LAYERS),
         *chained(STAGES[1:]),
         *compared(LAYERS),
+        *diagnosed(LAYERS),
         *plotted(LAYERS),
         *TELLING,
     }
@@ -151,6 +166,7 @@ def test_helper_of_the_norm_edited(workflow):
         *isolated(["norm"]),
         *chained(["norm", "lm_head"]),
         *compared(["norm"]),
+        *diagnosed(["norm"]),
         *plotted(["norm"]),
         *TELLING,
     }
@@ -173,6 +189,8 @@ def test_one_tensor_of_layer_2_changed(workflow):
         *isolated(after),
         *chained(after),
         *compared(after),
+        *diagnosed(["layer_002", "norm"]),
+        "diagnosis/layer_001.json",  # the next layer's weights are what it may have loaded
         *plotted(after),
         *TELLING,
     }
@@ -180,7 +198,8 @@ def test_one_tensor_of_layer_2_changed(workflow):
 
 def test_one_prompt_added(workflow):
     (workflow.directory / "ids.json").write_text(json.dumps([list(range(3, 20)), [5, 9, 2, 40, 41], [60, 61]]))
-    assert run(workflow) == EVERYTHING - {f"weights/{name}.json" for name in (*STAGES, "unused")}
+    same = {f"weights/{name}.json" for name in (*STAGES, "unused")} | diagnosed(["embed", "lm_head"])
+    assert run(workflow) == EVERYTHING - same
 
 
 def test_compare_edited(workflow):
@@ -201,7 +220,8 @@ def test_report_template_edited(workflow):
 def test_option_of_the_port_changed(workflow):
     workflow.configure(port={"options": {"level": 2}})
     made = run(workflow)
-    assert made == {*isolated(STAGES), *chained(STAGES), "report.html", "manifest.json"}
+    failing = [*LAYERS, "norm"]
+    assert made == {*isolated(STAGES), *chained(STAGES), *forced(failing), "report.html", "manifest.json"}
 
 
 def test_golden_forced_with_equal_result(workflow):

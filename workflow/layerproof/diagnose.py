@@ -118,8 +118,8 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
         for name, tensor in wanted.items()
         if name != OUT and name in forced and forced[name].shape == tensor.shape
     }
-    bf16 = _load(stage, device, getattr(torch, stage.settings["dtype"]))
-    exact = _load(stage, device, torch.float32)
+    bf16 = load(stage, device, getattr(torch, stage.settings["dtype"]))
+    exact = load(stage, device, torch.float32)
 
     def run(x: Any) -> dict[str, Tensor]:
         """The forced golden, with the last bits of all that it is given changed if those of its input are."""
@@ -152,8 +152,10 @@ def _taps(path: Path, group: str) -> dict[str, Tensor]:
         return {name: tensors.in_memory(tensor) for name, tensor in tensors.taps(file, group).items()}
 
 
-def _load(stage: Stage, device: torch.device, dtype: torch.dtype) -> GoldenStage:
-    def load(model: Any, name: str) -> None:
+def load(stage: Stage, device: torch.device, dtype: torch.dtype) -> GoldenStage:
+    """The golden stage, in its own dtype or in fp32, in the form that faults can be put in."""
+
+    def load_other(model: Any, name: str) -> None:
         checkpoint.load_stage(model, name, stage.directory, stage.descriptions[name], device)
 
     # Faults change the mask of the eager attention, which always has one, and the gate of experts that are run one by one.
@@ -162,7 +164,7 @@ def _load(stage: Stage, device: torch.device, dtype: torch.dtype) -> GoldenStage
     model = golden.load(stage.name, stage.directory, stage.descriptions[stage.name], device, dtype, settings)
     x = tensors.to_torch(tensors.read_stage_input(stage.previous, "golden/out")).to(device) if stage.previous else None
     ids, valid = torch.from_numpy(stage.tokens.ids).to(device), torch.from_numpy(stage.tokens.valid).to(device)
-    return GoldenStage(model, stage.name, x if x is None else x.to(dtype), ids, valid, load)
+    return GoldenStage(model, stage.name, x if x is None else x.to(dtype), ids, valid, load_other)
 
 
 def _arrays(taps: Taps) -> dict[str, Tensor]:

@@ -62,15 +62,16 @@ def findings(
     last = position == valid.sum(axis=1)[batch] - 1
     if not finite.all():
         return _not_finite(finite, batch, position)
-    expected = rounding_squares(exact)[1]
     where = np.flatnonzero(valid.reshape(-1))
 
-    def units(squares: np.ndarray) -> np.ndarray:
+    def units(squares: np.ndarray, around: np.ndarray) -> np.ndarray:
+        """Squared errors of numbers `around` these, in units of the noise that they or the truth have."""
+        expected = np.maximum(rounding_squares(around)[1], rounding_squares(exact)[1])
         return np.nan_to_num(noise.units(squares, expected, where) if noise else relative(squares, expected))
 
-    errors = _Errors(units(np.square(mine - exact)), batch, position, last, GROUP_LIMIT * limit)
+    errors = _Errors(units(np.square(mine - exact), exact), batch, position, last, GROUP_LIMIT * limit)
     sentences = [
-        *_scale(mine, exact, units, limit),
+        *(_scale(mine, exact, units, limit) if errors.units.mean() > limit**2 else []),
         *_tokens(errors),
         *_features(errors, head_dim),
         *(_experts(errors, experts[valid]) if experts is not None else []),
@@ -86,16 +87,20 @@ def _not_finite(finite: np.ndarray, batch: np.ndarray, position: np.ndarray) -> 
     ]
 
 
-def _scale(mine: np.ndarray, exact: np.ndarray, units: Callable[[np.ndarray], np.ndarray], limit: float) -> list[str]:
+def _scale(
+    mine: np.ndarray, exact: np.ndarray, units: Callable[[np.ndarray, np.ndarray], np.ndarray], limit: float
+) -> list[str]:
     """Whether the port is a multiple of the truth, or the truth and a constant, down to the noise."""
     square = float((exact * exact).sum())
     scale = float((mine * exact).sum()) / square if square else 1.0
     offset = float((mine - exact).mean())
-    multiple, shifted = (float(np.sqrt(units(np.square(mine - of)).mean())) for of in (scale * exact, exact + offset))
+    multiple, shifted = (
+        float(np.sqrt(units(np.square(mine - of), of).mean())) for of in (scale * exact, exact + offset)
+    )
     if multiple <= limit * max(1.0, abs(scale)):  # the noise of a multiple is that multiple of the noise
-        return [f"It is {scale:.4g} times what it should be, everywhere."]
+        return [f"It is {scale:.3g} times what it should be, everywhere."]
     if shifted <= limit:
-        return [f"It is what it should be plus {offset:.4g}, everywhere."]
+        return [f"It is what it should be plus {offset:.3g}, everywhere."]
     return []
 
 
@@ -112,7 +117,7 @@ def _tokens(errors: _Errors) -> list[str]:
     first = positions.min()
     after = errors.position >= first
     if first > 1 and 2 * len(wrong) > after.sum() and not after.all():
-        return [f"Positions before {first} are right; {share} are wrong."]
+        return [f"Positions before {first} are right; {share} are wrong.", *_growth(errors)]
     # Position 0 is often right whatever the mistake: it sees no other token and is not turned.
     if set(np.unique(errors.position)) - set(positions) == {0}:
         return _growth(errors) or ["Only position 0 is right."]
@@ -151,14 +156,21 @@ def _features(errors: _Errors, head_dim: int | None) -> list[str]:
         dims, wrong = errors.wrong(numbers % head_dim, 1)
         if 0 < len(wrong) < len(dims) and not found:
             found += _within_head(wrong, len(dims))
-    if not found:
-        for parts in SHARDS:
-            if count % parts == 0 and count >= 4 * parts:
-                shards, wrong = errors.wrong(numbers // (count // parts), 1)
-                if 0 < 2 * len(wrong) <= len(shards):
-                    names = f"{_of('part', wrong)} of {parts} equal parts of the channels"
-                    return [f"Only {names} {'is' if len(wrong) == 1 else 'are'} wrong, as if a shard were."]
-    return found
+    return found or _shards(errors)
+
+
+def _shards(errors: _Errors) -> list[str]:
+    """Equal parts of the channels, as few as tell the wrong ones from the right."""
+    count = errors.units.shape[1]
+    divisible = [parts for parts in SHARDS if count % parts == 0 and count >= 4 * parts]
+    wrong = {parts: errors.wrong(np.arange(count) // (count // parts), 1)[1] for parts in divisible}
+    for parts in divisible:
+        finest = divisible[-1]
+        as_fine = [part for part in range(finest) if part * parts // finest in wrong[parts]]
+        if 0 < 2 * len(wrong[parts]) <= parts and as_fine == list(wrong[finest]):
+            names = f"{_of('part', wrong[parts])} of {parts} equal parts of the channels"
+            return [f"Only {names} {'is' if len(wrong[parts]) == 1 else 'are'} wrong, as if a shard were."]
+    return []
 
 
 def _within_head(wrong: np.ndarray, head_dim: int) -> list[str]:

@@ -74,7 +74,9 @@ def run_stage(
             stack.enter_context(_forward_replaced(model.get_submodule(parts.norm), lambda hidden: stage_input))
         else:
             module = stage_module(model, stage)
-            stack.enter_context(_hooked(module.register_forward_pre_hook(_feeder(stage_input), with_kwargs=True)))
+            feed = _feeder(stage_input)
+            # Before any hook that is there already: what changes the input changes this one.
+            stack.enter_context(_hooked(module.register_forward_pre_hook(feed, prepend=True, with_kwargs=True)))
             if layer is not None and with_taps:
                 _add_taps(stack, module, token_ids.shape, attention)
             stack.enter_context(_hooked(module.register_forward_hook(_end_with_output)))

@@ -110,14 +110,17 @@ def _joined(experts: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.cat((gate, up), -1) if experts.is_concatenated else torch.stack((gate, up), -1).flatten(-2)
 
 
-@fault("gate_up_swapped", "gate and up swapped", MLP)
-def gate_up_swapped_dense(stage: GoldenStage) -> None:
-    mlp: Any = stage.part("mlp")
-    gate, up = stage.part("mlp.gate_proj"), stage.part("mlp.up_proj")
-    if not hasattr(mlp, "act_fn"):
-        raise NotApplicable("the MLP has no gate")
-    stage.output(gate, lambda x, out: up.forward(x))
-    stage.output(up, lambda x, out: gate.forward(x))
+def _dense(name: str, text: str, make: Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    @fault(name, text, MLP)
+    def dense(stage: GoldenStage) -> None:
+        mlp, down = stage.part("mlp"), stage.part("mlp.down_proj")
+        if not hasattr(mlp, "act_fn"):
+            raise NotApplicable("the MLP has no gate")
+        stage.edit(MLP, lambda out, seen: down(make(mlp.act_fn, seen["mlp.gate"], seen["mlp.up"])))
+
+
+_dense("gate_up_swapped", "gate and up swapped", lambda act, gate, up: gate * act(up))
+_dense("up_plus_one", "up + 1 for up", lambda act, gate, up: act(gate) * (up + 1))
 
 
 @fault("gate_up_interleaved", "the rows of gate and up interleaved, where they are stacked, or the other way", MLP)

@@ -78,6 +78,8 @@ class GoldenStage:
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _edits: dict[str, Edit] = field(default_factory=dict)
     _attention: Callable[[Callable], Callable] | None = None
+    made: dict[str, list] = field(default_factory=dict)
+    """What faults of one kind leave for each other, so that two of them can be made at once; by tap."""
 
     @property
     def module(self) -> Any:
@@ -107,6 +109,8 @@ class GoldenStage:
         """
         with self._made(faults):
             x = self.x if x is None else x
+            if self.model.dtype == torch.float32:  # faults compute with forced taps and weights in one dtype
+                forced = {name: tap.float() if tap.is_floating_point() else tap for name, tap in forced.items()}
             return run_stage(
                 *(self.model, self.name, x, self.ids, self.valid),
                 forced=forced,
@@ -123,7 +127,7 @@ class GoldenStage:
                     fault.make(self)
                 yield
             finally:
-                self._edits, self._attention = {}, None
+                self._edits, self._attention, self.made = {}, None, {}
 
     # What faults are made of
 
@@ -194,12 +198,15 @@ class GoldenStage:
             raise NotApplicable(f"{name} would change its shape")
         self._stack.enter_context(with_weights(module, name, new))
 
-    def neighbour(self, offset: int) -> nn.Module:
-        """The layer `offset` further on, with its weights."""
+    def neighbour(self, offset: int, path: str) -> nn.Module:
+        """The module of this name in the layer `offset` further on, with its weights."""
         layer = layer_of(self.name)
         other = None if layer is None else layer + offset
         if other is None or not 0 <= other < self.config.num_hidden_layers:
             raise NotApplicable(f"{self.name} has no neighbour at {offset:+d}")
         name = f"layer_{other:03d}"
         self.load(self.model, name)
-        return stage_module(self.model, name)
+        found = dict(stage_module(self.model, name).named_modules()).get(path)
+        if found is None:
+            raise NotApplicable(f"{name} has no {path}")
+        return found

@@ -10,10 +10,21 @@ import torch
 from layerproof.faults.golden_stage import PATHS, Faults, GoldenStage, NotApplicable
 from layerproof.faults.router import router_of
 
-COLUMN_PARALLEL = ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up", "out")
+PROJECTIONS = ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up")
 ROW_PARALLEL = ("attn.out", "mlp.out")
+COLUMN_PARALLEL = (*PROJECTIONS, "out")
 MATRICES = (*COLUMN_PARALLEL, *ROW_PARALLEL, "router.logits")
-LOADED = (*MATRICES, "input_norm", "attn.q_norm", "attn.k_norm", "post_attn_norm", "pre_mlp_norm", "post_mlp_norm")
+LOADED = (
+    *PROJECTIONS,
+    *ROW_PARALLEL,
+    "router.logits",
+    "input_norm",
+    "attn.q_norm",
+    "attn.k_norm",
+    "post_attn_norm",
+    "pre_mlp_norm",
+    "post_mlp_norm",
+)
 RANKS = (2, 4, 8)
 FAULTS = fault = Faults()
 
@@ -112,9 +123,8 @@ def weights_swapped(stage: GoldenStage, tap: str) -> None:
 def _of_layer(offset: int, name: str) -> None:
     @fault("wrong_layers_weights", f"the weights of the {name} layer here", *LOADED, "router.selection", slow=True)
     def wrong_layers_weights(stage: GoldenStage, tap: str) -> None:
-        neighbour = stage.neighbour(offset)
         path = _loaded_at(stage, tap)
-        mine, theirs = stage.part(path), neighbour.get_submodule(path)
+        mine, theirs = stage.part(path), stage.neighbour(offset, path)
         for key, _ in (*theirs.named_parameters(recurse=False), *theirs.named_buffers(recurse=False)):
             stage.weight(mine, key, lambda old, key=key: getattr(theirs, key).detach().to(old.dtype))
 

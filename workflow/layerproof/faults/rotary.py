@@ -69,13 +69,14 @@ def rotation_of(stage: GoldenStage) -> Rotation:
 
 
 def rotate_by(stage: GoldenStage, tap: str, change: Callable[[Rotation], Rotation | None]) -> None:
-    """Has the tap turned by a changed rotation; None turns nothing."""
-    rotation = rotation_of(stage)
-    changed = change(rotation)
+    """Has the tap turned by a changed rotation, after what other faults changed of it; None turns nothing."""
+    others = stage.made.setdefault(tap, [])
+    rotation = others[-1] if others else rotation_of(stage)
+    changed = rotation and change(rotation)
+    others.append(changed)
     if changed is not None:
-        device = rotation.frequencies.device
-        changed = replace(changed, frequencies=changed.frequencies.to(device))
-        if 2 * len(changed.frequencies) > rotation.head_dim:
+        changed = replace(changed, frequencies=changed.frequencies.to(stage.ids.device))
+        if 2 * len(changed.frequencies) > changed.head_dim:
             raise NotApplicable("more than a head would be turned")
 
     def edit(rotated: torch.Tensor, seen: Seen) -> torch.Tensor:
@@ -188,6 +189,7 @@ def qk_norm_after_rope(stage: GoldenStage, tap: str) -> None:
         source = seen[tap.removesuffix("_rot")].reshape(rotated.shape).to(rotated.dtype)
         turned = rotation(source)
         per_head = norm.weight.shape[-1] == turned.shape[-1]
-        return norm(turned) if per_head else norm(turned.flatten(2)).view(turned.shape)
+        # forward, past the hooks: this is no tap
+        return norm.forward(turned) if per_head else norm.forward(turned.flatten(2)).view(turned.shape)
 
     stage.edit(tap, edit)

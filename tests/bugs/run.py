@@ -1,0 +1,266 @@
+"""`make bugs`: every bug of the corpus, and clean runs, judged by Layerproof and by the rules that others use.
+
+    python tests/bugs/run.py [--bugs TEXT] [--clean N] [--jobs N] [--output results/bugs.json]
+
+Prints one table, and writes what every rule said of every run. Each bug is in one stage of one model; the other stages are
+those of the unchanged port, each fed with the golden's input, so the first stage that fails among them all is what is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0", "PJRT_DEVICE": "CPU"}
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+sys.path[:0] = [str(REPOSITORY / "workflow"), str(HERE.parent), str(HERE)]
+
+from corpus import BUGS, MINIMAX, QWEN3, Bug  # noqa: E402
+
+SEED = 0
+LENGTHS = (41, 11, 76, 46)
+PORTS = {MINIMAX: REPOSITORY / "workflow/ports/minimax_m2.py", QWEN3: REPOSITORY / "tests/ports/qwen3_moe.py"}
+
+# Clean runs
+ARCHITECTURES = ("minimax_m2", "llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text")
+DTYPES = ("bfloat16", "float16", "float32")
+PROMPTS = ((41, 11, 30), (19, 20), (128,))
+ATTENTION = ("eager", "sdpa")
+SEEDS = (1, 2)
+RULES = {
+    "layerproof": "Layerproof",
+    "fixed": "(a) fixed thresholds",
+    "cosine_pearson": "    cosine, Pearson",
+    "R": "(b) R <= 1.2 on out",
+    "rel_l2": "(c) rel. L2 < 0.05",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run without a mistake: the port is transformers' own on XLA, or the one of PORTS."""
+
+    model: str
+    seed: int
+    lengths: tuple[int, ...]
+    dtype: str
+    attention: str
+    stage: str
+    ported: bool
+
+
+def clean_cases() -> list[Case]:
+    """Every architecture, port dtype, prompt length, golden attention and seed; stages by turns; and a port of QWEN3."""
+    cases = []
+    combinations = itertools.product(ARCHITECTURES, DTYPES, PROMPTS, ATTENTION, SEEDS)
+    for number, (model, dtype, lengths, attention, seed) in enumerate(combinations):
+        if model == "gpt_oss" and attention == "sdpa":
+            continue  # it has no such attention
+        stage = ("layer_001", "layer_000", "layer_001", "lm_head", "layer_001", "norm")[number % 6]
+        cases.append(Case(model, seed, lengths, dtype, attention, stage, ported=False))
+    cases += [
+        Case("qwen3_moe", seed, lengths, "bfloat16", "eager", stage, ported=True)
+        for seed, lengths, stage in itertools.product(SEEDS, PROMPTS, ("layer_000", "layer_001"))
+    ]
+    return cases
+
+
+def run_bug(bug: Bug, directory: Path) -> dict[str, Any]:
+    """Everything that is known of a bug's run, as results/bugs.json holds it."""
+    import harness
+
+    model = _model(bug.model, str(directory))
+    source = PORTS[bug.model].read_text()
+    for old, new in bug.edits:
+        if source.count(old) != 1:
+            raise ValueError(f"{bug.name}: {old!r} is in the port {source.count(old)} times, not once.")
+        source = source.replace(old, new)
+    others = _clean_stages(bug.model, str(directory))
+    started = time.perf_counter()
+    outcome = harness.run(model, bug.stage, source, directory / f"{os.getpid()}", also_loads=bug.also_loads)
+    wall_s = time.perf_counter() - started
+    failing = [
+        stage for stage in model.stages if (outcome.verdicts["layerproof"] if stage == bug.stage else others[stage])
+    ]
+    first = outcome.culprits[0] if outcome.culprits else None
+    cause = first["cause"] if first else None
+    return {
+        "kind": "bug",
+        "name": bug.name,
+        "model": bug.model,
+        "seed": SEED,
+        "dtype": "bfloat16",
+        "expected": {"stage": bug.stage, "tap": bug.tap, "cause": bug.cause},
+        "found": {
+            "stage": failing[0] if failing else None,
+            "tap": first["tap"] if first else None,
+            "cause": cause["name"] if cause else None,
+        },
+        "says": bug.says,
+        "effect": outcome.effect,
+        "verdicts": outcome.verdicts,
+        "culprits": outcome.culprits,
+        "together": outcome.together,
+        "wall_s": round(wall_s, 2),
+    }
+
+
+def run_clean(case: Case, directory: Path) -> dict[str, Any]:
+    """A run without a mistake, as results/bugs.json holds it: whatever calls it wrong raises a false alarm."""
+    import harness
+
+    name = f"{case.model}-{case.seed}-{case.attention}-{'-'.join(map(str, case.lengths))}"
+    model = _clean_model(case.model, case.seed, case.lengths, case.attention, str(directory / name))
+    source = PORTS[case.model].read_text() if case.ported else None
+    outcome = harness.run(model, case.stage, source, directory / f"{os.getpid()}", case.dtype, diagnosed=False)
+    return {
+        "kind": "clean",
+        "name": name,
+        **asdict(case),
+        "expected": None,
+        "found": {"stage": case.stage, "tap": outcome.failed[0], "cause": None} if outcome.failed else None,
+        "effect": outcome.effect,
+        "verdicts": outcome.verdicts,
+    }
+
+
+@cache
+def _model(name: str, directory: str) -> Any:
+    import harness
+
+    return harness.make_model(
+        name, SEED, Path(directory) / f"{name}-{os.getpid()}", None if name == MINIMAX else LENGTHS
+    )
+
+
+@cache
+def _clean_model(name: str, seed: int, lengths: tuple[int, ...], attention: str, directory: str) -> Any:
+    import harness
+
+    return harness.make_model(name, seed, Path(f"{directory}-{os.getpid()}"), lengths, attention)
+
+
+@cache
+def _clean_stages(name: str, directory: str) -> dict[str, bool]:
+    """Of every stage of the unchanged port, whether Layerproof fails it."""
+    import harness
+
+    model, source = _model(name, directory), PORTS[name].read_text()
+    scratch = Path(directory) / f"{os.getpid()}"
+    runs = {stage: harness.run(model, stage, source, scratch, diagnosed=False) for stage in model.stages}
+    return {stage: outcome.verdicts["layerproof"] for stage, outcome in runs.items()}
+
+
+def _work(share: Sequence[Bug | Case], directory: Path, results: Any) -> None:
+    for one in share:
+        try:
+            results.put((run_bug if isinstance(one, Bug) else run_clean)(one, directory))
+        except Exception as error:
+            results.put(
+                {"kind": "error", "name": getattr(one, "name", str(one)), "error": f"{type(error).__name__}: {error}"}
+            )
+            if "--raise" in sys.argv:
+                raise
+
+
+def run_all(cases: Sequence[Bug | Case], jobs: int) -> list[dict[str, Any]]:
+    """Runs all cases in that many processes; in their order."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        results = context.Queue()
+        ordered = sorted(cases, key=lambda one: (isinstance(one, Case), one.model, str(getattr(one, "seed", ""))))
+        shares = [ordered[number::jobs] for number in range(jobs)]
+        if any(isinstance(one, Case) for one in ordered):  # of clean runs, those of one golden belong to one process
+            shares = [[one for one in ordered if _owner(one, jobs) == number] for number in range(jobs)]
+        workers = [context.Process(target=_work, args=(share, Path(directory), results)) for share in shares]
+        for worker in workers:
+            worker.start()
+        found = []
+        for _ in cases:
+            while results.empty() and any(worker.is_alive() for worker in workers):
+                time.sleep(0.05)
+            found.append(results.get(timeout=60))
+            print(_line(found[-1]), flush=True)
+        for worker in workers:
+            worker.join()
+    names = [one.name if isinstance(one, Bug) else "" for one in cases]
+    return sorted(found, key=lambda row: (row["kind"], names.index(row["name"]) if row["name"] in names else -1))
+
+
+def _owner(one: Bug | Case, jobs: int) -> int:
+    if isinstance(one, Bug):
+        return BUGS.index(one) % jobs
+    return hash((one.seed, one.lengths)) % jobs
+
+
+def _line(row: dict[str, Any]) -> str:
+    if row["kind"] == "error":
+        return f"ERROR {row['name']}: {row['error']}"
+    if row["kind"] == "clean":
+        alarm = "FALSE ALARM" if row["found"] else "clean"
+        return f"{alarm} {row['name']} {row['stage']} {row['dtype']} {row['effect']:.2f}"
+    right = [row["expected"][key] == row["found"][key] for key in ("stage", "tap", "cause")]
+    marks = " ".join(f"{key}{'' if ok else '!'}" for key, ok in zip(("stage", "tap", "cause"), right, strict=True))
+    detected = "found" if row["verdicts"]["layerproof"] else "MISSED"
+    found = "" if all(right) else f" found {row['found']['tap']} {row['found']['cause']}"
+    return f"{detected} {row['model']} {row['name']}: {marks} effect {row['effect']:.3g} {row['wall_s']} s{found}"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The table that `make bugs` prints."""
+    bugs = [row for row in rows if row["kind"] == "bug"]
+    clean = [row for row in rows if row["kind"] == "clean"]
+    found = [row for row in bugs if row["verdicts"]["layerproof"]]
+    lines = [f"{'rule':24}{'detected':>12}{'right stage':>14}{'right tap':>12}{'right cause':>14}{'false alarms':>15}"]
+    for rule, text in RULES.items():
+        detected = f"{sum(row['verdicts'][rule] for row in bugs)}/{len(bugs)}"
+        alarms = f"{sum(row['verdicts'][rule] for row in clean)}/{len(clean)}"
+        told = ("–", "–", "–")
+        if rule == "layerproof":
+            told = tuple(
+                f"{sum(row['expected'][key] == row['found'][key] for row in of)}/{len(of)}"
+                for key, of in (
+                    ("stage", found),
+                    ("tap", found),
+                    ("cause", [row for row in found if row["expected"]["cause"]]),
+                )
+            )
+        lines.append(f"{text:24}{detected:>12}{told[0]:>14}{told[1]:>12}{told[2]:>14}{alarms:>15}")
+    described = [row for row in found if row["says"]]
+    if described:
+        said = sum(any(row["says"] in finding for finding in row["culprits"][0]["findings"]) for row in described)
+        lines.append(f"Confined to a head, channel, expert or position, and said so: {said}/{len(described)}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Exits with 1 if a run could not be made."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bugs", help="only bugs with this text in their name; none for -")
+    parser.add_argument("--clean", type=int, help="only so many clean runs")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "results/bugs.json")
+    parser.add_argument("--raise", action="store_true", help="stop at the first run that cannot be made")
+    args = parser.parse_args()
+    cases = [bug for bug in BUGS if args.bugs is None or args.bugs in bug.name]
+    rows = run_all([*cases, *clean_cases()[: args.clean]], args.jobs)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps({"schema_version": 1, "runs": rows}, indent=1) + "\n", encoding="utf-8")
+    print(table(rows))
+    return int(any(row["kind"] == "error" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Taps: what is collected, what goes on in a forced run, and where a mistake may be that shows at a tap."""
+
+import pytest
+import torch
+
+from layerproof.errors import StageError
+from layerproof.taps import FEEDS, OUT, SHAPES, TapsDone, collecting, tap, unseen_before
+
+
+def stage(x):
+    q = tap("attn.q", x + 1)
+    return tap(OUT, 2 * tap("attn.q_norm", q * 3))
+
+
+def test_outside_of_a_run_a_tap_is_the_tensor_itself():
+    x = torch.ones(1, 2, 3)
+    assert tap("attn.q", x) is x
+
+
+def test_a_forced_tap_is_collected_as_it_was_and_goes_on_as_the_golden():
+    golden = {"attn.q": torch.full((1, 2, 3), 5.0, dtype=torch.float64)}
+    with collecting(golden) as taps:
+        out = stage(torch.ones(1, 2, 3))
+    assert (taps["attn.q"] == 2).all()
+    assert (out == 30).all() and out.dtype == torch.float32
+
+
+def test_a_golden_of_another_shape_is_not_forced():
+    with collecting({"attn.q": torch.full((1, 2, 4), 5.0)}):
+        assert (stage(torch.ones(1, 2, 3)) == 12).all()
+
+
+def test_an_edit_sees_what_was_forced_before_it():
+    def edit(tensor, seen):
+        return tensor + seen["attn.q"]
+
+    with collecting({"attn.q": torch.full((1, 2, 3), 5.0)}, {"attn.q_norm": edit}) as taps:
+        out = stage(torch.ones(1, 2, 3))
+    assert (taps["attn.q_norm"] == 20).all() and (out == 40).all()
+
+
+def test_a_run_ends_at_the_tap_that_is_asked_for():
+    with pytest.raises(TapsDone), collecting(until="attn.q") as taps:
+        stage(torch.ones(1, 2, 3))
+    assert set(taps) == {"attn.q"}
+
+
+def test_a_name_that_is_not_canonical_is_refused():
+    with pytest.raises(StageError, match="not a canonical name"):
+        tap("attention.q", torch.ones(1))
+
+
+def test_every_tap_is_fed_by_earlier_ones():
+    order = list(SHAPES)
+    assert list(FEEDS) == order
+    for name, feeds in FEEDS.items():
+        assert all(order.index(feed) < order.index(name) for feed in feeds)
+
+
+def test_a_mistake_that_shows_at_a_tap_was_made_there_or_before_it_unseen():
+    assert unseen_before("attn.q_rot", {"attn.q", "attn.q_norm"}) == {"attn.q_rot"}
+    assert unseen_before("attn.q_rot", {"attn.q"}) == {"attn.q_rot", "attn.q_norm"}
+    assert unseen_before("attn.context", {"attn.v"}) >= {"attn.q_rot", "attn.k", "input_norm"}
+    assert "attn.v" not in unseen_before("attn.context", {"attn.v", "input_norm"})
+    assert unseen_before(OUT, ()) == {*SHAPES}
