@@ -1,17 +1,21 @@
 # make report   sets up and runs the main job, to results/report.html
 # make test     sets up and passes the tests
+# make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
 
 VENV := .venv
 CORES ?= 1
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test lint setup setup-dev
+.PHONY: report test lint bugs setup setup-dev
 
 report: setup
 	snakemake --cores $(CORES) results/report.html
 
 test: setup-dev lint
 	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile
+
+bugs: setup-dev
+	python tests/bugs/run.py
 
 lint: setup-dev
 	ruff check .

@@ -51,9 +51,9 @@ class Model:
     def description(self, stage: str) -> dict[str, Any]:
         return read_json(self.directory / f"weights/{stage}.json")
 
-    def previous(self, stage: str) -> Path | None:
+    def previous(self, stage: str, folder: str = "golden") -> Path | None:
         before = previous_stage(stage, len(self.stages) - 3)
-        return self.directory / f"golden/{before}.h5" if before else None
+        return self.directory / folder / f"{before}.h5" if before else None
 
 
 def make_model(
@@ -74,7 +74,8 @@ def make_model(
         for path in (output, noise):
             path.parent.mkdir(exist_ok=True)
         settings = SETTINGS | {"attn_implementation": attention}
-        golden.make_stage(stage, made, descriptions[stage], prompts, model.previous(stage), output, noise, settings)
+        before = [model.previous(stage, folder) for folder in ("golden", "noise")]
+        golden.make_stage(stage, made, descriptions[stage], prompts, *before, output, noise, settings)
     return model
 
 

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0", "PJRT_DEVICE": "CPU"}
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
-sys.path[:0] = [str(REPOSITORY / "workflow"), str(HERE.parent), str(HERE)]
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY / "workflow"), str(REPOSITORY / "tests")]
 
-from corpus import BUGS, MINIMAX, QWEN3, Bug  # noqa: E402
+from bugs.corpus import BUGS, MINIMAX, QWEN3, Bug  # noqa: E402
 
 SEED = 0
 LENGTHS = (41, 11, 76, 46)
@@ -79,7 +78,7 @@ def clean_cases() -> list[Case]:
 
 def run_bug(bug: Bug, directory: Path) -> dict[str, Any]:
     """Everything that is known of a bug's run, as results/bugs.json holds it."""
-    import harness
+    from bugs import harness
 
     model = _model(bug.model, str(directory))
     source = PORTS[bug.model].read_text()
@@ -119,7 +118,7 @@ def run_bug(bug: Bug, directory: Path) -> dict[str, Any]:
 
 def run_clean(case: Case, directory: Path) -> dict[str, Any]:
     """A run without a mistake, as results/bugs.json holds it: whatever calls it wrong raises a false alarm."""
-    import harness
+    from bugs import harness
 
     name = f"{case.model}-{case.seed}-{case.attention}-{'-'.join(map(str, case.lengths))}"
     model = _clean_model(case.model, case.seed, case.lengths, case.attention, str(directory / name))
@@ -138,7 +137,7 @@ def run_clean(case: Case, directory: Path) -> dict[str, Any]:
 
 @cache
 def _model(name: str, directory: str) -> Any:
-    import harness
+    from bugs import harness
 
     return harness.make_model(
         name, SEED, Path(directory) / f"{name}-{os.getpid()}", None if name == MINIMAX else LENGTHS
@@ -147,7 +146,7 @@ def _model(name: str, directory: str) -> Any:
 
 @cache
 def _clean_model(name: str, seed: int, lengths: tuple[int, ...], attention: str, directory: str) -> Any:
-    import harness
+    from bugs import harness
 
     return harness.make_model(name, seed, Path(f"{directory}-{os.getpid()}"), lengths, attention)
 
@@ -155,7 +154,7 @@ def _clean_model(name: str, seed: int, lengths: tuple[int, ...], attention: str,
 @cache
 def _clean_stages(name: str, directory: str) -> dict[str, bool]:
     """Of every stage of the unchanged port, whether Layerproof fails it."""
-    import harness
+    from bugs import harness
 
     model, source = _model(name, directory), PORTS[name].read_text()
     scratch = Path(directory) / f"{os.getpid()}"
@@ -254,7 +253,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "results/bugs.json")
     parser.add_argument("--raise", action="store_true", help="stop at the first run that cannot be made")
     args = parser.parse_args()
-    cases = [bug for bug in BUGS if args.bugs is None or args.bugs in bug.name]
+    cases = [] if args.bugs == "-" else [bug for bug in BUGS if (args.bugs or "") in bug.name]
     rows = run_all([*cases, *clean_cases()[: args.clean]], args.jobs)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps({"schema_version": 1, "runs": rows}, indent=1) + "\n", encoding="utf-8")

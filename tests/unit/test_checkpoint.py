@@ -222,7 +222,9 @@ def test_weights_that_are_nan_load_and_fail_the_comparison(model, tmp_path):
 
     def run(name):
         description = describe(model, ["embed"])["embed"]
-        golden.make_stage("embed", model, description, tokens, None, tmp_path / name, tmp_path / "noise.h5", settings)
+        golden.make_stage(
+            "embed", model, description, tokens, None, None, tmp_path / name, tmp_path / "noise.h5", settings
+        )
 
     run("whole.h5")
     embedding = "model.embed_tokens.weight"

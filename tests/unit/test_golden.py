@@ -42,12 +42,13 @@ def stream(directory, results):
     descriptions, _ = checkpoint.describe_stages(directory, stages, trust_remote_code=False)
     for stage in stages:
         previous = previous_stage(stage, layers)
+        before = [results / f"{previous}{ending}" if previous else None for ending in (".h5", ".noise.h5")]
         golden.make_stage(
             stage,
             directory,
             descriptions[stage],
             TOKENS,
-            results / f"{previous}.h5" if previous else None,
+            *before,
             results / f"{stage}.h5",
             results / f"{stage}.noise.h5",
             SETTINGS,

@@ -70,7 +70,7 @@ def make_tokens(args: argparse.Namespace) -> None:
 
 
 def make_golden(args: argparse.Namespace) -> None:
-    previous = args.previous[0] if args.previous else None
+    previous, previous_noise = (paths[0] if paths else None for paths in (args.previous, args.noise))
     # Absolute, since code that comes with a checkpoint may change the directory.
     targets = {"output": args.outputs[0].absolute(), "noise": args.outputs[-1].absolute()}
 
@@ -83,11 +83,12 @@ def make_golden(args: argparse.Namespace) -> None:
             read_json(args.weights[0]),
             tokens.Tokens.read(args.tokens),
             previous,
+            previous_noise,
             settings=args.spec,
             **targets,
         )
 
-    job = _job(args, [*args.weights, args.tokens, args.config, *args.previous])
+    job = _job(args, [*args.weights, args.tokens, args.config, *args.previous, *args.noise])
     jobs.run_apart([(job, work)], _leave_error)
 
 
@@ -231,6 +232,25 @@ def make_chain_comparison(args: argparse.Namespace) -> None:
     jobs.run(_job(args, [*args.golden, *args.port, *args.comparisons, args.tokens]), work)
 
 
+def make_bisection(args: argparse.Namespace) -> None:
+    output = args.outputs[0].absolute()
+    golden, noise = ({path.stem: path.absolute() for path in paths} for paths in (args.golden, args.noise))
+    previous = args.previous[0] if args.previous else None
+
+    def work() -> None:
+        from layerproof import bisect, port, tensors, tokens
+
+        prompts = tokens.Tokens.read(args.tokens)
+        descriptions = {path.stem: read_json(path) for path in args.weights}
+        fed = tensors.read_stage_input(previous, "golden/out") if previous else None
+        runner = port.Runner.start(Path(args.spec["checkpoint_dir"]).absolute(), prompts, args.spec)
+        run = functools.partial(port.run_chain, runner, descriptions, fed)
+        content = bisect.bisect(args.spec["stages"], run, golden, noise, prompts.valid)
+        write_json(output, content)
+
+    jobs.run(_job(args, [*args.golden, *args.noise, *args.weights, args.tokens, args.config, *args.previous]), work)
+
+
 def make_verdicts(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
@@ -346,7 +366,7 @@ def parser() -> argparse.ArgumentParser:
     job_verb("checkpoint", make_checkpoint, "Makes the default checkpoint, a small MiniMax-M2.", "inputs")
     job_verb("weights", make_weights, "Lists each stage's tensors in a checkpoint, with digests.", "inputs")
     job_verb("tokens", make_tokens, "Turns prompts into padded token ids.", "inputs")
-    job_verb("golden", make_golden, "Runs one stage of the golden.", "weights", "tokens", "config", "previous")
+    job_verb("golden", make_golden, "Runs one stage of the golden.", "weights", "tokens", "config", "previous", "noise")
     job_verb(
         "port",
         make_port,
@@ -371,6 +391,12 @@ def parser() -> argparse.ArgumentParser:
         make_diagnosis,
         "Finds which known mistake a stage that fails behaves like.",
         *("comparison", "golden", "noise", "port", "forced", "weights", "tokens", "config", "previous"),
+    )
+    job_verb(
+        "bisect",
+        make_bisection,
+        "Finds the first stage at which the port goes wrong on its own outputs, by halving.",
+        *("golden", "noise", "weights", "tokens", "config", "previous"),
     )
     job_verb(
         "verdicts", make_verdicts, "Collects all comparisons in one verdict.", "comparisons", "chains", "diagnoses"

@@ -18,7 +18,7 @@ from layerproof.noise import noise_of_taps
 from layerproof.taps import OUT, in_order
 from layerproof.tokens import Tokens
 from layerproof.transformers_stage import run_stage, stage_module
-from layerproof.variants import variants
+from layerproof.variants import split, variants
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,6 +44,7 @@ def make_stage(
     description: Mapping[str, Any],
     tokens: Tokens,
     previous: Path | None,
+    previous_noise: Path | None,
     output: Path,
     noise: Path,
     settings: Mapping[str, Any],
@@ -52,7 +53,8 @@ def make_stage(
     legitimate variants of it are from the truth, in a file of its own, which is no input of the port.
 
     The input is `golden/out` of the previous stage's file: the golden follows its own trajectory, and the truth of every
-    stage starts from the same input. `settings` are the config's `golden` with `trust_remote_code`, and `compared`: a
+    stage starts from the same input. A variant follows its own too, `chained/out` of the noise files: how far it strays is
+    what a chain of a right port may. `settings` are the config's `golden` with `trust_remote_code`, and `compared`: a
     stage that only feeds others is run without truth, noise and taps.
 
     Raises:
@@ -69,10 +71,15 @@ def make_stage(
 
     model = load(stage, directory, description, device, dtype, settings)
     golden = run(model, stage_input)
+    strayed = golden[OUT]
+    if previous_noise is not None:
+        chained = tensors.to_torch(tensors.read_stage_input(previous_noise, "chained/out")).to(device)
+        with split(model, device):
+            strayed = run(model, chained)[OUT]
     attributes = {"stage": stage, "device": _device_name(device)}
     if not settings["compared"]:
         tensors.write(output, {"golden": {OUT: golden[OUT]}}, valid=tokens.valid, attributes=attributes)
-        tensors.write_noise(noise, {}, [])
+        tensors.write_noise(noise, {}, [], strayed)
         return
     others = dict(variants(model, functools.partial(run, model), stage_input))
     del model  # the truth needs its memory
@@ -80,7 +87,8 @@ def make_stage(
     truth = run(load(stage, directory, description, device, torch.float32, settings), truth_input)
     groups = {"golden": golden, "truth": truth}
     tensors.write(output, groups, valid=tokens.valid, attributes=attributes)
-    tensors.write_noise(noise, noise_of_taps(golden, list(others.values()), truth, tokens.valid), list(others))
+    measured = noise_of_taps(golden, list(others.values()), truth, tokens.valid)
+    tensors.write_noise(noise, measured, list(others), strayed)
 
 
 def load(

@@ -21,8 +21,8 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -171,6 +171,27 @@ def force_stage(
         found = _on_host(forward(True, forced))
     taps = {name: tensors.to_array(_storable(found[name])) for name in in_order(found)}
     tensors.write(output, {"port": taps}, valid=runner.tokens.valid, attributes={"stage": stage})
+
+
+def run_chain(
+    runner: Runner,
+    descriptions: Mapping[str, Mapping[str, Any]],
+    stage_input: tensors.Tensor | None,
+    stages: Sequence[str],
+) -> tensors.Tensor:
+    """Runs stages one on the output of the other as one graph without taps, as a whole model is compiled, and returns the
+    output of the last.
+
+    Raises:
+        StageError: if the port fails on a stage.
+    """
+    job = _Job.on_device(runner, stages[0], descriptions[stages[0]], stage_input)
+    with torch.no_grad():
+        for stage in stages:
+            job = replace(job, stage=stage, description=descriptions[stage])
+            forward, _ = (_prepare_port if runner.module else _prepare_transformers)(job)
+            job = replace(job, x=forward(False)[OUT])
+        return tensors.to_array(_storable(_on_host({OUT: job.x})[OUT]))
 
 
 @dataclass(frozen=True)

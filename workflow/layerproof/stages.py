@@ -91,3 +91,10 @@ def related_stages(stage: str, num_layers: int) -> list[str]:
     if layer is not None:
         return [layer_stage(other) for other in (layer - 1, layer + 1) if 0 <= other < num_layers]
     return [EMBED, NORM] if stage == LM_HEAD else []
+
+
+def first_run(stages: Sequence[str], num_layers: int) -> list[str]:
+    """The stages from the first on that follow one another in the model without a gap."""
+    order = all_stages(num_layers)
+    start = order.index(stages[0])
+    return [stage for stage, following in zip(stages, order[start:], strict=False) if stage == following]

@@ -68,14 +68,16 @@ def write(
                 _write_dataset(file, f"{group}/{tap}", tensor, valid)
 
 
-def write_noise(path: Path, noise: Mapping[str, Noise], variants: Sequence[str]) -> None:
-    """Writes the noise of each tap as a group of that name, with its arrays as datasets and its bands as attributes.
+def write_noise(path: Path, noise: Mapping[str, Noise], variants: Sequence[str], chained: Tensor) -> None:
+    """Writes the noise of each tap as a group of that name, with its arrays as datasets and its bands as attributes, and
+    the output of a variant that is fed with its own as `chained/out`.
 
     Raises:
         StageError: as `write` does.
     """
     with _creating(path) as file:
         _set_attributes(file, {"variants": " ".join(variants)})
+        _write_dataset(file, "chained/out", chained, None)
         for tap, measured in noise.items():
             for name in NOISE_ARRAYS:
                 data = getattr(measured, name)

@@ -35,6 +35,7 @@ CHECKPOINT = CONFIG.checkpoint
 STAGES = CONFIG.stages
 ALL_STAGES = stages.all_stages(CONFIG.num_layers)
 CHAINS = CONFIG.chains
+BISECTED = stages.first_run(STAGES, CONFIG.num_layers)
 PACKAGES = package_versions()
 containers = {side: f"containers/{side}.sif" for side in ("golden", "port", "cpu")}
 
@@ -81,10 +82,10 @@ def spec(*packages, **settings):
     return canonical_json({**settings, "packages": versions})
 
 
-def previous_golden(stage):
+def previous_golden(stage, folder="golden"):
     """The golden file that feeds a stage, in a list; nothing feeds embed."""
     previous = stages.previous_stage(stage, CONFIG.num_layers)
-    return [f"results/golden/{previous}.h5"] if previous else []
+    return [f"results/{folder}/{previous}.h5"] if previous else []
 
 
 def chain_files(pattern, chain):

@@ -69,6 +69,37 @@ rule diagnose_stage:
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 
 
+rule bisect:
+    """The first stage at which the port goes wrong on its own outputs, by chains alone; not part of the report."""
+    input:
+        golden=expand(rules.golden_stage.output.tensors, stage=BISECTED),
+        noise=expand(rules.golden_stage.output.noise, stage=BISECTED),
+        weights=expand("results/weights/{stage}.json", stage=BISECTED),
+        tokens=rules.tokens.output.tokens,
+        config=CONFIG_JSON,
+        previous=previous_golden(BISECTED[0]),
+        stamp=lambda wildcards: stamp_file("results/bisect.json", port_spec(stages=BISECTED)),
+    output:
+        bisection=update("results/bisect.json"),
+        record=update("results/records/bisect.json"),
+    log:
+        "results/logs/bisect.log",
+    benchmark:
+        "results/benchmarks/bisect.tsv"
+    container:
+        containers["port"]
+    resources:
+        neuron=1,
+    params:
+        spec=port_spec(stages=BISECTED),
+        stamp=lambda wildcards: stamp("bisect", "results/bisect.json"),
+    shell:
+        "python -m layerproof bisect {output.bisection:q} --golden {input.golden:q} --noise {input.noise:q}"
+        " --weights {input.weights:q} --tokens {input.tokens:q} --config {input.config:q}"
+        " --previous {input.previous:q}"
+        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+
+
 rule verdicts:
     """All comparisons and diagnoses as one verdict, for programs."""
     input:

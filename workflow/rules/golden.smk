@@ -1,4 +1,4 @@
-# results/weights/STAGE.json, results/tokens.json, results/golden/PREVIOUS.h5 -> results/golden/STAGE.h5, results/noise/STAGE.h5
+# results/weights/STAGE.json, results/tokens.json, results/{golden,noise}/PREVIOUS.h5 -> results/{golden,noise}/STAGE.h5
 
 
 rule golden_stage:
@@ -8,6 +8,7 @@ rule golden_stage:
         tokens=rules.tokens.output.tokens,
         config=CONFIG_JSON,
         previous=lambda wildcards: previous_golden(wildcards.stage),
+        noise=lambda wildcards: previous_golden(wildcards.stage, "noise"),
         stamp=lambda wildcards: stamp_file(f"results/golden/{wildcards.stage}.h5", golden_stage_spec(wildcards)),
     output:
         tensors=update("results/golden/{stage}.h5"),
@@ -27,4 +28,5 @@ rule golden_stage:
     shell:
         "python -m layerproof golden {output.tensors:q} {output.noise:q} --weights {input.weights:q}"
         " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
+        " --noise {input.noise:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
