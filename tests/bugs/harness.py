@@ -111,6 +111,18 @@ class Outcome:
     effect: float
 
 
+def port_settings(path: Path | None, dtype: str = "bfloat16") -> dict[str, Any]:
+    """The config's `port` for this file, or for unmodified transformers without one."""
+    return {
+        "backend": "transformers" if path is None else "xla",
+        "module": str(path),
+        "device": "auto",
+        "dtype": dtype,
+        "options": {},
+        "trust_remote_code": False,
+    }
+
+
 def run(
     model: Model,
     stage: str,
@@ -125,14 +137,7 @@ def run(
     path = directory / "port.py"
     if source is not None:
         path.write_text(source)
-    settings = {
-        "backend": "xla" if source is not None else "transformers",
-        "module": str(path),
-        "device": "auto",
-        "dtype": dtype,
-        "options": {},
-        "trust_remote_code": False,
-    }
+    settings = port_settings(None if source is None else path, dtype)
     runner = port.Runner.start(model.checkpoint, model.prompts, settings)
     before = model.previous(stage)
     fed = tensors.read(before, "golden/out") if before else None

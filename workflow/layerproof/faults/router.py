@@ -22,6 +22,11 @@ def router_of(stage: GoldenStage) -> Any:
     return found
 
 
+def _needs_correction_bias(stage: GoldenStage) -> None:
+    if not any("correction_bias" in name for name in stage.part("mlp").state_dict()):
+        raise NotApplicable("the router has no correction bias")
+
+
 def _chosen(dense: torch.Tensor, seen: Seen) -> torch.Tensor:
     """1 where an expert is chosen, else 0, [batch, seq, experts] in the dtype of `dense`."""
     return torch.zeros_like(dense).scatter(-1, seen["router.choice"].long(), 1.0)
@@ -52,11 +57,13 @@ def router_no_activation(stage: GoldenStage) -> None:
 
 @fault("correction_bias_dropped", "no correction bias in the choice of experts", "router.selection")
 def correction_bias_dropped(stage: GoldenStage) -> None:
+    _needs_correction_bias(stage)
     stage.edit("router.selection", lambda selection, seen: _scores(seen).to(selection.dtype))
 
 
 @fault("correction_bias_sign", "the correction bias subtracted", "router.selection")
 def correction_bias_sign(stage: GoldenStage) -> None:
+    _needs_correction_bias(stage)
     stage.edit("router.selection", lambda selection, seen: 2 * _scores(seen).to(selection.dtype) - selection)
 
 
@@ -64,6 +71,7 @@ def correction_bias_sign(stage: GoldenStage) -> None:
     "correction_bias_on_logits", "the correction bias added to the logits in place of the scores", "router.selection"
 )
 def correction_bias_on_logits(stage: GoldenStage) -> None:
+    _needs_correction_bias(stage)
     stage.edit(
         "router.selection",
         lambda selection, seen: (seen["router.logits"].float() + selection - _scores(seen)).sigmoid(),
@@ -96,6 +104,7 @@ def router_lowest(stage: GoldenStage) -> None:
 
 @fault("correction_bias_dropped", "no correction bias in the choice of experts", "router.choice")
 def correction_bias_dropped_in_choice(stage: GoldenStage) -> None:
+    _needs_correction_bias(stage)
     stage.edit(
         "router.choice",
         lambda choice, seen: _scores(seen).topk(choice.shape[-1], -1).indices.sort(-1).values.int(),
@@ -106,7 +115,16 @@ def correction_bias_dropped_in_choice(stage: GoldenStage) -> None:
 def expert_groups_ignored(stage: GoldenStage) -> None:
     if not getattr(stage.config, "n_group", None):
         raise NotApplicable("the experts are in no groups")
-    correction_bias_dropped_in_choice(stage)
+    count = router_of(stage).top_k
+    stage.edit(
+        "router.choice", lambda choice, seen: _ungrouped(stage, seen).topk(count, -1).indices.sort(-1).values.int()
+    )
+
+
+def _ungrouped(stage: GoldenStage, seen: Seen) -> torch.Tensor:
+    """Scores with the correction bias of experts in all groups, [batch, seq, experts]."""
+    bias = next((tensor for name, tensor in stage.part("mlp").state_dict().items() if "correction_bias" in name), 0.0)
+    return _scores(seen) + bias
 
 
 @fault("router_weights_not_normalised", "the chosen experts' weights not normalised", "router.weights")
@@ -128,6 +146,7 @@ def router_weights_over_all(stage: GoldenStage) -> None:
 
 @fault("correction_bias_in_weights", "the correction bias in the experts' weights", "router.weights")
 def correction_bias_in_weights(stage: GoldenStage) -> None:
+    _needs_correction_bias(stage)
     stage.edit(
         "router.weights",
         lambda dense, seen: _normalised(seen["router.selection"] * _chosen(dense, seen)).to(dense.dtype),
@@ -136,6 +155,7 @@ def correction_bias_in_weights(stage: GoldenStage) -> None:
 
 @fault("correction_bias_in_weights", "the correction bias in the experts' weights, not normalised", "router.weights")
 def correction_bias_in_plain_weights(stage: GoldenStage) -> None:
+    _needs_correction_bias(stage)
     stage.edit("router.weights", lambda dense, seen: (seen["router.selection"] * _chosen(dense, seen)).to(dense.dtype))
 
 
