@@ -97,6 +97,7 @@ def diagnosis(stage, *culprits, reason=None):
         "culprits": [
             {
                 "tap": tap,
+                "forced": True,
                 "R": 40.0,
                 "cause": text and cause(text),
                 "nearest": None

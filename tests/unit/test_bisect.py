@@ -39,6 +39,10 @@ def test_how_far_an_output_strays_leaves_padding_out_and_tells_the_median_token_
     valid = np.array([[True, True, True, True, False]])
     strayed = bisect.Strayed.measure(Tensor(found, "float32"), Tensor(golden, "float32"), valid)
     assert strayed.median == 0.0 and strayed.whole == pytest.approx(4.0)
+    assert strayed.is_wrong(bisect.Strayed(0.0, 0.0)) and not strayed.is_wrong(bisect.Strayed(0.0, 2.0))
+    narrow = bisect.Strayed.measure(Tensor(found[..., :3], "float32"), Tensor(golden, "float32"), valid)
+    assert narrow.median == narrow.whole == math.inf
+    assert not bisect.Strayed(2**-9, 2**-9).is_wrong(bisect.Strayed(0.0, 0.0)), "a rounding, where the variant is exact"
     found[0, 1:4] = np.nan
     assert bisect.Strayed.measure(Tensor(found, "float32"), Tensor(golden, "float32"), valid).median == math.inf
 

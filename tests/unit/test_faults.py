@@ -16,7 +16,7 @@ from models import CONFIGS, save
 
 SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False}
 PROMPTS = tokens.pad([list(range(3, 23)), [5, 9, 2, 40, 41, 7, 8]], 0)
-MODELS = [*CONFIGS, "deepseek_v3", "gemma2"]
+MODELS = [*CONFIGS, "deepseek_v3", "gemma2", "mixtral", "glm4", "cohere2", "phi"]
 STAGES = ["embed", "layer_000", "layer_001", "norm", "lm_head"]
 
 
@@ -96,6 +96,22 @@ def test_every_fault_changes_some_architecture():
     changing = {fault.name for model in MODELS for name in STAGES for fault in tried(model, name)[0]}
     # Nothing in these small models is large enough to be clamped: the test below.
     assert {fault.name for fault in DICTIONARY} - changing == {"gate_clamp_dropped"}
+
+
+@pytest.mark.parametrize("taps", [("attn.k", "attn.v"), ("mlp.gate", "mlp.up")], ids=str)
+def test_weights_that_were_exchanged_are_both_exchanged_when_both_taps_are_culprits(taps):
+    stage = golden_stage("qwen3_moe", "layer_000", torch.bfloat16)
+    faults = [fault for tap in taps for fault in DICTIONARY if (fault.name, fault.tap) == ("weights_swapped", tap)]
+    plain, swapped = stage.run({}), stage.run({}, faults)
+    assert same(swapped[taps[0]], plain[taps[1]]) and same(swapped[taps[1]], plain[taps[0]])
+
+
+def test_a_neighbours_weights_are_given_back():
+    stage = golden_stage("minimax_m2", "layer_001", torch.bfloat16)
+    before = sum(not tensor.is_meta for tensor in stage.model.state_dict().values())
+    (fault,) = (fault for fault in DICTIONARY if fault.slow and fault.tap == "mlp.out" and "next" in fault.text)
+    assert not same(stage.run({}, (fault,))["mlp.out"], stage.run({})["mlp.out"])
+    assert sum(not tensor.is_meta for tensor in stage.model.state_dict().values()) == before
 
 
 def test_a_dropped_clamp_shows_where_something_is_clamped():

@@ -14,7 +14,7 @@ VALID[1, 10:] = False
 LIMIT = 1.5
 
 
-def said(change, seed=0, shape=(BATCH, SEQ, HEADS * DIM), head_dim=DIM, experts=None):
+def said(change, seed=0, shape=(BATCH, SEQ, HEADS * DIM), head_dim=DIM, experts=None, compared=VALID):
     """The findings on a rounded tensor whose fp64 values `change` alters in place or returns anew."""
     random = np.random.default_rng(seed)
     truth = random.standard_normal(shape).astype(np.float32)
@@ -23,7 +23,7 @@ def said(change, seed=0, shape=(BATCH, SEQ, HEADS * DIM), head_dim=DIM, experts=
     port = port if changed is None else changed
     with np.errstate(invalid="ignore"):
         port = np.where(np.isfinite(port), port + bf16_rounding(np.nan_to_num(port)), port).astype(np.float32)
-    return findings(Tensor(port, "float32"), Tensor(truth, "float32"), VALID, None, head_dim, experts, LIMIT)
+    return findings(Tensor(port, "float32"), Tensor(truth, "float32"), compared, VALID, None, head_dim, experts, LIMIT)
 
 
 def scale(at, by=1.1):
@@ -81,6 +81,16 @@ def test_the_last_token_of_each_prompt():
     assert said(change)[0] == "Only the last token of prompts 0, 1 and 2 is wrong."
 
 
+def test_a_token_that_is_left_out_does_not_move_the_last_one():
+    compared = VALID.copy()
+    compared[:, 5] = False
+    assert said(scale(np.s_[:, 22]), compared=compared) == ["Only position 22 is wrong, in 2 prompts."]
+
+
+def test_a_factor_near_one_is_told_with_the_digits_that_it_takes():
+    assert said(lambda port: port * 1.02) == ["It is 1.02 times what it should be, everywhere."]
+
+
 def test_a_shard_of_channels_that_are_no_heads():
     assert said(scale(np.s_[..., 32:64]), head_dim=None) == [
         "Only part 1 of 4 equal parts of the channels is wrong, as if a shard were."
@@ -116,4 +126,4 @@ def test_of_what_cannot_be_compared_nothing_is_said(kind):
     port = truth[..., :3] if kind == "another shape" else truth
     dtype = "int32" if kind == "int32" else "float32"
     valid = np.full((1, 2), kind != "nothing valid")
-    assert findings(Tensor(port, dtype), Tensor(truth, dtype), valid, None, None, None, LIMIT) == []
+    assert findings(Tensor(port, dtype), Tensor(truth, dtype), valid, valid, None, None, None, LIMIT) == []

@@ -145,7 +145,7 @@ def make_forced(args: argparse.Namespace) -> None:
     stage = output.stem
     previous = args.previous[0] if args.previous else None
 
-    def work() -> None:
+    def work() -> None:  # reads all its files before the port's code runs, which may change the directory
         from layerproof import tensors
 
         if read_json(args.comparison)["status"] != "fail":
@@ -157,9 +157,9 @@ def make_forced(args: argparse.Namespace) -> None:
         with tensors.reading(args.golden[0]) as file:
             golden = {name: tensors.in_memory(tap) for name, tap in tensors.taps(file, "golden").items()}
         fed = tensors.read_stage_input(previous, "golden/out") if previous else None
-        prompts = tokens.Tokens.read(args.tokens)
+        prompts, description = tokens.Tokens.read(args.tokens), read_json(args.weights[0])
         runner = port.Runner.start(Path(args.spec["checkpoint_dir"]).absolute(), prompts, args.spec)
-        port.force_stage(runner, stage, read_json(args.weights[0]), fed, golden, output)
+        port.force_stage(runner, stage, description, fed, golden, output)
 
     inputs = [args.comparison, *args.golden, *args.weights, args.tokens, args.config, *args.previous]
     jobs.run_apart([(_job(args, inputs), work)], _leave_error)
@@ -183,7 +183,7 @@ def make_diagnosis(args: argparse.Namespace) -> None:
             Path(args.spec["checkpoint_dir"]).absolute(),
             {path.stem: read_json(path) for path in args.weights},
             tokens.Tokens.read(args.tokens),
-            args.previous[0] if args.previous else None,
+            args.previous[0].absolute() if args.previous else None,
             args.spec,
             args.spec["limit"],
         )

@@ -22,6 +22,8 @@ STRAYS = 2.0
 """A chain is wrong if the error of its median token is more than this many times the variant's."""
 STRAYS_IN_ALL = 4.0
 """Or if that of all tokens together is: some tokens' experts flip in any chain, and may have most of it."""
+ROUNDING = 2.0**-9
+"""Relative error of a rounding to bf16. No less is allowed: after embed the variant is the golden bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,22 @@ class Strayed:
 
     @classmethod
     def measure(cls, found: Tensor, golden: Tensor, valid: np.ndarray) -> Strayed:
-        """Of tensors [batch, seq, features] at the tokens in `valid`, bool [batch, seq]. NaN and Inf stray infinitely."""
+        """Of tensors [batch, seq, features] at the tokens in `valid`, bool [batch, seq].
+
+        NaN, Inf and another shape stray infinitely.
+        """
+        if found.shape != golden.shape:
+            return cls(np.inf, np.inf)
         mine, its = (tensor.floats(tensor.data[...])[valid].reshape(int(valid.sum()), -1) for tensor in (found, golden))
         error, size = np.square(mine - its).sum(axis=1), np.square(its).sum(axis=1)
         with np.errstate(invalid="ignore", divide="ignore"):
             median, whole = np.median(np.sqrt(error / size)), np.sqrt(error.sum() / size.sum())
-        return cls(*(float(np.nan_to_num(value, nan=np.inf)) for value in (median, whole)))
+        return cls(*(float(np.nan_to_num(value, nan=np.inf, posinf=np.inf)) for value in (median, whole)))
 
     def is_wrong(self, allowed: Strayed) -> bool:
         """Whether it strays further than a right port that strays about as far as `allowed`."""
-        return self.median > STRAYS * allowed.median or self.whole > STRAYS_IN_ALL * allowed.whole
+        median, whole = max(allowed.median, ROUNDING), max(allowed.whole, ROUNDING)
+        return self.median > STRAYS * median or self.whole > STRAYS_IN_ALL * whole
 
 
 def bisect(

@@ -100,10 +100,10 @@ class Files:
 def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[str, Any]:
     """The content of results/diagnosis/STAGE.json for a stage whose comparison fails.
 
-    `culprits`: taps at which the port goes wrong of itself, in the order that data flows, each with `tap`, `R` of the forced
-    run, `cause` (`name`, `text`, `R_explained`, `runner_up`) or None, `tried` (how many faults), `nearest`, the best of them
-    if none explains, and `findings`, sentences on where its error is. `together`: the causes, and R of the port's isolated
-    output against the golden with all of them.
+    `culprits`: taps at which the port goes wrong of itself, in the order that data flows, each with `tap`, `forced` (False
+    for the first tap that fails where none does when forced), `R` of that run, `cause` (`name`, `text`, `R_explained`,
+    `runner_up`) or None, `tried` (how many faults), `nearest`, the best of them if none explains, and `findings`, sentences
+    on where its error is. `together`: the causes, and R of the port's isolated output against the golden with all of them.
 
     Raises:
         StageError: if a file is damaged, the port could not be forced, or the golden cannot be run.
@@ -131,15 +131,17 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
     local_truth = _arrays(exact.run(taken))
     local_noise = noise_of_taps(wanted, others, local_truth, valid)
     bench = _Bench(bf16, exact, taken, local_truth, local_noise, forced, valid, stage.limit)
-    alone = replace(bench, taken={}, truth=truth, noise=bands, port=isolated)
+    # The truth of the file was computed by other functions: held against it, a fault that changes nothing would seem to.
+    bands = _without_flips(bands, isolated.get(CHOICE), truth.get(CHOICE))
+    alone = replace(bench, taken={}, truth=_arrays(exact.run({})), noise=bands, port=isolated)
     local = compare_taps(stage.name, forced, wanted, local_truth, local_noise, valid, stage.limit)["taps"]
     wrong = [name for name, tap in local.items() if tap["status"] == "fail"]
     if wrong:
-        culprits = [_explain(bench, name, local[name]) for name in wrong]
+        culprits = [_explain(bench, name, local[name], True) for name in wrong]
     else:
         # Errors of several taps add up, or one lies where no tap is forced: the first that fails is all that is known.
         first = next(name for name, tap in comparison["taps"].items() if tap["status"] == "fail")
-        culprits = [_explain(alone, first, comparison["taps"][first])]
+        culprits = [_explain(alone, first, comparison["taps"][first], False)]
     causes = tuple(dict.fromkeys(fault for _, faults in culprits for fault in faults))
     return undiagnosed(stage.name) | {
         "culprits": [culprit for culprit, _ in culprits],
@@ -175,21 +177,36 @@ def _changed(tensor: torch.Tensor) -> torch.Tensor:
     return last_bits_changed(tensor) if tensor.is_floating_point() else tensor
 
 
-def _explain(bench: _Bench, tap: str, result: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Fault, ...]]:
+def _without_flips(noise: Mapping[str, Noise], choice: Tensor | None, truth: Tensor | None) -> dict[str, Noise]:
+    """The noise without tokens whose experts the port chooses otherwise: what is after the router differs there anyhow."""
+    if choice is None or truth is None or choice.shape != truth.shape:
+        return dict(noise)
+    alike = ~flips(choice, truth)
+    return {
+        name: replace(one, compared=one.compared & alike) if name in AFTER_ROUTER else one
+        for name, one in noise.items()
+    }
+
+
+def _explain(
+    bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool
+) -> tuple[dict[str, Any], tuple[Fault, ...]]:
     """A culprit, and the faults that explain it: the best of those that may show at this tap first."""
     attempts = _attempts(bench, tap)
     best = attempts[0] if attempts and attempts[0].explains else None
     runner_up = next((one.summary() for one in attempts if best and one.names != best.names), None)
     culprit = {
         "tap": tap,
+        "forced": forced,
         "R": result.get("weighted_R") or result.get("R"),
         "cause": best.summary() | {"runner_up": runner_up} if best else None,
         "nearest": attempts[0].summary() if attempts and not best else None,
-        "tried": len(attempts),
+        "tried": len({fault for attempt in attempts for fault in attempt.faults}),
         "findings": findings(
             bench.port[tap],
             bench.truth[tap],
             bench.noise[tap].compared if tap in bench.noise else bench.valid,
+            bench.valid,
             bench.noise.get(tap),
             _head_dim(bench, tap),
             experts_chosen(bench.truth) if tap in AFTER_ROUTER else None,
@@ -239,8 +256,13 @@ def _try(bench: _Bench, faults: tuple[Fault, ...], tap: str) -> _Attempt | None:
         if _same(exact, bench.truth[tap]):
             return None
         rounded = tensors.to_array(bench.golden.run(bench.taken, faults, until=tap)[tap])
-    except NotApplicable as reason:
-        print(f"{faults[-1].name} at {tap}: does not apply, {reason}")
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        Exception
+    ) as reason:  # NotApplicable, or a model that the fault was not written for: it says nothing of the port
+        known = isinstance(reason, NotApplicable)
+        print(f"{faults[-1].name} at {tap}: does not apply, {'' if known else type(reason).__name__ + ': '}{reason}")
         return None
     attempt = _judge(bench, faults, bench.port[tap], rounded, exact, bench.noise.get(tap))
     print(f"{' + '.join(fault.name for fault in faults)} at {tap}: R {attempt.R:.4g}")
@@ -275,7 +297,11 @@ def _together(bench: _Bench, faults: tuple[Fault, ...]) -> dict[str, Any] | None
     """All causes put into the golden at once, not forced: does its output become the port's?"""
     if not faults or OUT not in bench.port:
         return None
-    exact, rounded = (_arrays(stage.run({}, faults)) for stage in (bench.exact, bench.golden))
+    try:
+        exact, rounded = (_arrays(stage.run({}, faults)) for stage in (bench.exact, bench.golden))
+    except NotApplicable as reason:
+        print(f"the causes cannot be made together: {reason}")
+        return None
     alike = bench.valid
     if CHOICE in exact and CHOICE in bench.port and bench.port[CHOICE].shape == exact[CHOICE].shape:
         alike = alike & ~flips(bench.port[CHOICE], exact[CHOICE]) & ~flips(rounded[CHOICE], exact[CHOICE])

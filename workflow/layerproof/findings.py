@@ -43,6 +43,7 @@ class _Errors:
 def findings(
     port: Tensor,
     truth: Tensor,
+    compared: np.ndarray,
     valid: np.ndarray,
     noise: Noise | None,
     head_dim: int | None,
@@ -51,18 +52,20 @@ def findings(
 ) -> list[str]:
     """At most three sentences on where the error of a tap of floats [batch, seq, features...] is; [] if it is everywhere.
 
-    `head_dim` is the size of the heads that the features consist of, if they do; `experts`, bool [batch, seq, experts],
-    which token goes to which; `limit` the largest R that passes.
+    `compared` are the tokens to look at, of those that are `valid`; both bool [batch, seq]. `head_dim` is the size of the
+    heads that the features consist of, if they do; `experts`, bool [batch, seq, experts], which token goes to which;
+    `limit` the largest R that passes.
     """
-    if port.kind != "float" or port.shape != truth.shape or not valid.any():
+    if port.kind != "float" or port.shape != truth.shape or not compared.any():
         return []
-    mine, exact = (tensor.floats(tensor.data[...])[valid].reshape(int(valid.sum()), -1) for tensor in (port, truth))
+    tokens = int(compared.sum())
+    mine, exact = (tensor.floats(tensor.data[...])[compared].reshape(tokens, -1) for tensor in (port, truth))
     finite = is_finite(mine) & is_finite(exact)
-    batch, position = np.nonzero(valid)
+    batch, position = np.nonzero(compared)
     last = position == valid.sum(axis=1)[batch] - 1
     if not finite.all():
         return _not_finite(finite, batch, position)
-    where = np.flatnonzero(valid.reshape(-1))
+    where = np.flatnonzero(compared.reshape(-1))
 
     def units(squares: np.ndarray, around: np.ndarray) -> np.ndarray:
         """Squared errors of numbers `around` these, in units of the noise that they or the truth have."""
@@ -74,7 +77,7 @@ def findings(
         *(_scale(mine, exact, units, limit) if errors.units.mean() > limit**2 else []),
         *_tokens(errors),
         *_features(errors, head_dim),
-        *(_experts(errors, experts[valid]) if experts is not None else []),
+        *(_experts(errors, experts[compared]) if experts is not None else []),
     ]
     return sentences[:MOST]
 
@@ -98,7 +101,8 @@ def _scale(
         float(np.sqrt(units(np.square(mine - of), of).mean())) for of in (scale * exact, exact + offset)
     )
     if multiple <= limit * max(1.0, abs(scale)):  # the noise of a multiple is that multiple of the noise
-        return [f"It is {scale:.3g} times what it should be, everywhere."]
+        digits = next(digits for digits in range(3, 18) if float(f"{scale:.{digits}g}") != 1 or scale == 1)
+        return [f"It is {scale:.{digits}g} times what it should be, everywhere."]
     if shifted <= limit:
         return [f"It is what it should be plus {offset:.3g}, everywhere."]
     return []

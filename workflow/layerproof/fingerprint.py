@@ -169,6 +169,8 @@ def _parse_version(path: Path, mtime_ns: int, size: int) -> _Source:
         if isinstance(statement, Definition):
             source.bindings.setdefault(statement.name, []).append(statement)
             _add_definition(source, statement, "")
+            # A decorator of the module's own may keep what it is given, as a registry does, without anybody naming it.
+            source.bare.extend(ast.Expr(one) for one in statement.decorator_list if _is_own_name(source, _root(one)))
             continue
         names = _bound_names(statement)
         for name in names:
@@ -177,6 +179,19 @@ def _parse_version(path: Path, mtime_ns: int, size: int) -> _Source:
         if not _is_text(statement) and not (plain and names):
             source.bare.append(statement)
     return source
+
+
+def _is_own_name(source: _Source, name: str | None) -> bool:
+    """Whether the module binds a name otherwise than by an import, so far as it was read."""
+    bound = source.bindings.get(name or "", [])
+    return any(not isinstance(statement, ast.Import | ast.ImportFrom) for statement in bound)
+
+
+def _root(node: ast.expr) -> str | None:
+    """The name that an expression such as `a.b(c)` starts with."""
+    while isinstance(node, ast.Call | ast.Attribute):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def _add_definition(source: _Source, node: Definition, prefix: str) -> None:

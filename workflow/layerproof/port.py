@@ -187,11 +187,13 @@ def run_chain(
     """
     job = _Job.on_device(runner, stages[0], descriptions[stages[0]], stage_input)
     with torch.no_grad():
+        output = job.x
         for stage in stages:
             job = replace(job, stage=stage, description=descriptions[stage])
             forward, _ = (_prepare_port if runner.module else _prepare_transformers)(job)
-            job = replace(job, x=forward(False)[OUT])
-        return tensors.to_array(_storable(_on_host({OUT: job.x})[OUT]))
+            output = forward(False)[OUT]
+            job = replace(job, x=output.to(job.dtype))  # as a stage gets it from a file
+        return tensors.to_array(_storable(_on_host({OUT: output})[OUT]))
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,8 @@ def _passing_on(first: str, comparisons: Sequence[Comparison], chains: Sequence[
     """Stages behind the first culprit that are right, and whose chained output is wrong only because of what feeds them."""
     order = [comparison["stage"] for comparison in comparisons]
     behind = [one["stage"] for one in comparisons[order.index(first) + 1 :] if one["status"] == "pass"]
-    chained = {stage for chain in chains for stage, entry in chain["stages"].items() if entry["status"] == "pass"}
+    through = [chain["stages"] for chain in chains if first in chain["stages"]]
+    chained = {stage for stages in through for stage, entry in stages.items() if entry["status"] == "pass"}
     passing = [stage for stage in behind if stage in chained]
     if not passing:
         return []
@@ -257,7 +258,8 @@ def _diagnosis(diagnosis: Mapping[str, Any]) -> list[tuple[str | None, str]]:
             if cause
             else _nearest(culprit)
         )
-        found = f"Wrong of itself, R {number(culprit['R'])}." if culprit["R"] is not None else "Wrong of itself."
+        found = "Wrong of itself" if culprit["forced"] else "Fails, though no tap does when what feeds it is right"
+        found += f", R {number(culprit['R'])}." if culprit["R"] is not None else "."
         lines.append((culprit["tap"], " ".join([found, *known, *culprit["findings"]])))
     together = diagnosis["together"]
     if together:

@@ -28,7 +28,7 @@ def _scale_by(name: str, text: str, factor: Callable[[GoldenStage, Any], float])
 
 
 def _rotary_size(stage: GoldenStage, attention: Any) -> float:
-    factor = (stage.config.rope_parameters or {}).get("partial_rotary_factor")
+    factor = (getattr(stage.config, "rope_parameters", None) or {}).get("partial_rotary_factor")
     if not factor:
         raise NotApplicable("the rotary size is the head's")
     return factor**-0.5
@@ -148,17 +148,20 @@ def sliding_window_added(stage: GoldenStage) -> None:
 
 
 def _grouped(stage: GoldenStage, back_in_order: bool) -> None:
+    attention_part = stage.part("self_attn")
+    kv_heads = stage.config.num_key_value_heads
+    # The golden gives key head 0 to the first heads // kv_heads queries; this gives it to every kv_heads-th.
+    order = torch.arange(stage.config.num_attention_heads, device=stage.ids.device).view(-1, kv_heads).T.reshape(-1)
+    if getattr(attention_part, "sinks", None) is not None:
+        stage.weight(attention_part, "sinks", lambda sinks: sinks[order])
+
     def wrap(function: Callable) -> Callable:
         def attention(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            kv_heads, heads = key.shape[1], query.shape[1]
-            # The golden gives key head 0 to the first heads // kv_heads queries; this gives it to every kv_heads-th.
-            order = torch.arange(heads, device=query.device).view(-1, kv_heads).T.reshape(-1)
             context, weights = function(module, query[:, order], key, *args, **kwargs)
             return context[:, :, order.argsort()] if back_in_order else context, weights
 
         return attention
 
-    stage.part("self_attn")
     stage.attention(wrap)
 
 

@@ -60,6 +60,8 @@ def embedding_scale_dropped(stage: GoldenStage) -> None:
 @fault("padding_embedded_as_zero", "zero for the embedding of the padding token", "out")
 def padding_embedded_as_zero(stage: GoldenStage) -> None:
     _at_end(stage, "embed")
+    if stage.config.pad_token_id is None:
+        raise NotApplicable("the model has no padding token")
     padding = stage.ids == stage.config.pad_token_id
     stage.edit("out", lambda out, seen: out.masked_fill(padding[..., None], 0.0))
 

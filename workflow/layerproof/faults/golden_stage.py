@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from layerproof.errors import StageError
 from layerproof.golden import widened, with_weights
 from layerproof.stages import layer_of
 from layerproof.taps import OUT, Edit
@@ -80,6 +81,7 @@ class GoldenStage:
     _attention: Callable[[Callable], Callable] | None = None
     made: dict[str, list] = field(default_factory=dict)
     """What faults of one kind leave for each other, so that two of them can be made at once; by tap."""
+    _originals: dict[tuple[nn.Module, str], torch.Tensor] = field(default_factory=dict)
 
     @property
     def module(self) -> Any:
@@ -127,7 +129,7 @@ class GoldenStage:
                     fault.make(self)
                 yield
             finally:
-                self._edits, self._attention, self.made = {}, None, {}
+                self._edits, self._attention, self.made, self._originals = {}, None, {}, {}
 
     # What faults are made of
 
@@ -193,10 +195,15 @@ class GoldenStage:
         if getattr(module, name, None) is None:
             raise NotApplicable(f"{type(module).__name__} has no {name}")
         old = widened(module, name)
+        self._originals.setdefault((module, name), old)
         new = make(old)
         if new.shape != old.shape:
             raise NotApplicable(f"{name} would change its shape")
         self._stack.enter_context(with_weights(module, name, new))
+
+    def original(self, module: nn.Module, name: str) -> torch.Tensor:
+        """A parameter or buffer as it was before any fault."""
+        return self._originals.get((module, name), widened(module, name))
 
     def neighbour(self, offset: int, path: str) -> nn.Module:
         """The module of this name in the layer `offset` further on, with its weights."""
@@ -205,8 +212,14 @@ class GoldenStage:
         if other is None or not 0 <= other < self.config.num_hidden_layers:
             raise NotApplicable(f"{self.name} has no neighbour at {offset:+d}")
         name = f"layer_{other:03d}"
-        self.load(self.model, name)
-        found = dict(stage_module(self.model, name).named_modules()).get(path)
+        layer_module = stage_module(self.model, name)
+        # Its memory is given back when the fault is taken out again.
+        self._stack.callback(layer_module._apply, lambda tensor: torch.empty_like(tensor, device="meta"))
+        try:
+            self.load(self.model, name)
+        except StageError as error:
+            raise NotApplicable(str(error)) from error
+        found = dict(layer_module.named_modules()).get(path)
         if found is None:
             raise NotApplicable(f"{name} has no {path}")
         return found

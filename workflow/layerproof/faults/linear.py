@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from layerproof.faults.golden_stage import PATHS, Faults, GoldenStage, NotApplicable
+from layerproof.faults.rotary import rotation_of
 from layerproof.faults.router import router_of
 
 PROJECTIONS = ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up")
@@ -103,7 +104,7 @@ for ranks in RANKS:
     "rotary_layout", "rows of this weight in the interleaved rotary layout of the original release", "attn.q", "attn.k"
 )
 def rotary_layout(stage: GoldenStage, tap: str) -> None:
-    size = stage.config.head_dim
+    size = rotation_of(stage).head_dim
 
     def permute(weight: torch.Tensor) -> torch.Tensor:
         return weight.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).reshape(weight.shape)
@@ -117,7 +118,7 @@ EXCHANGES = {"attn.k": "attn.v", "attn.v": "attn.k", "mlp.gate": "mlp.up", "mlp.
 @fault("weights_swapped", "the weights of k and v, or of gate and up, exchanged", *EXCHANGES)
 def weights_swapped(stage: GoldenStage, tap: str) -> None:
     other = part_of(stage, EXCHANGES[tap])
-    matrix(stage, tap, lambda weight: other.weight.detach())
+    matrix(stage, tap, lambda weight: stage.original(other, "weight"))
 
 
 def _of_layer(offset: int, name: str) -> None:

@@ -150,7 +150,11 @@ def qk_norm_whole(stage: GoldenStage, tap: str) -> None:
 @fault("qk_norm_one_head_weight", "the first head's weight of this norm used for all heads", *QK_NORMS)
 def qk_norm_one_head_weight(stage: GoldenStage, tap: str) -> None:
     heads = _heads(stage, tap)
-    stage.weight(norm_of(stage, tap), "weight", lambda weight: weight[: len(weight) // heads].repeat(heads))
+
+    def make(weight: torch.Tensor) -> torch.Tensor:
+        return _by_head(weight, heads)[0].repeat(heads)
+
+    stage.weight(norm_of(stage, tap), "weight", make)
 
 
 @fault("qk_norm_weight_averaged", "the weight of this norm averaged over the heads", *QK_NORMS)
@@ -158,14 +162,18 @@ def qk_norm_weight_averaged(stage: GoldenStage, tap: str) -> None:
     heads = _heads(stage, tap)
 
     def make(weight: torch.Tensor) -> torch.Tensor:
-        if len(weight) % heads or len(weight) == heads:
-            raise NotApplicable("the weight is not by head")
-        return weight.float().unflatten(0, (heads, -1)).mean(0).repeat(heads).to(weight.dtype)
+        return _by_head(weight, heads).float().mean(0).repeat(heads).to(weight.dtype)
 
     stage.weight(norm_of(stage, tap), "weight", make)
+
+
+def _by_head(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    if weight.ndim != 1 or len(weight) % heads or len(weight) == heads:
+        raise NotApplicable("the weight is not over a whole projection")
+    return weight.unflatten(0, (heads, -1))
 
 
 @fault("qk_norms_swapped", "the weights of the norms of q and k exchanged", *QK_NORMS)
 def qk_norms_swapped(stage: GoldenStage, tap: str) -> None:
     other = norm_of(stage, next(name for name in QK_NORMS if name != tap))
-    stage.weight(norm_of(stage, tap), "weight", lambda weight: other.weight.detach())
+    stage.weight(norm_of(stage, tap), "weight", lambda weight: stage.original(other, "weight"))

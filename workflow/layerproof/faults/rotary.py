@@ -68,6 +68,15 @@ def rotation_of(stage: GoldenStage) -> Rotation:
     return Rotation(found.float(), positions, scaling, attention.head_dim)
 
 
+def before_rotation(tap: str, rotated: torch.Tensor, seen: Seen, normed: bool = True) -> torch.Tensor:
+    """What a rotated q or k is made of, in its shape and dtype; before the norm if there is one and it is not `normed`."""
+    name = tap.removesuffix("_rot")
+    source = seen.get(f"{name}_norm", seen[name]) if normed else seen[name]
+    if source.numel() != rotated.numel():
+        raise NotApplicable(f"what {tap} is made of is not known")
+    return source.reshape(rotated.shape).to(rotated.dtype)
+
+
 def rotate_by(stage: GoldenStage, tap: str, change: Callable[[Rotation], Rotation | None]) -> None:
     """Has the tap turned by a changed rotation, after what other faults changed of it; None turns nothing."""
     others = stage.made.setdefault(tap, [])
@@ -80,11 +89,7 @@ def rotate_by(stage: GoldenStage, tap: str, change: Callable[[Rotation], Rotatio
             raise NotApplicable("more than a head would be turned")
 
     def edit(rotated: torch.Tensor, seen: Seen) -> torch.Tensor:
-        name = tap.removesuffix("_rot")
-        source = seen.get(f"{name}_norm", seen.get(name))
-        if source is None or source.numel() != rotated.numel():
-            raise NotApplicable(f"what {tap} is made of is not known")
-        before = source.reshape(rotated.shape).to(rotated.dtype)
+        before = before_rotation(tap, rotated, seen)
         return before if changed is None else changed(before)
 
     stage.edit(tap, edit)
@@ -144,7 +149,7 @@ def rope_angles_bf16(stage: GoldenStage, tap: str) -> None:
 
 @fault("rope_scaling_dropped", "no scaling of the rotary frequencies", *ROTATED)
 def rope_scaling_dropped(stage: GoldenStage, tap: str) -> None:
-    rope = stage.config.rope_parameters
+    rope = getattr(stage.config, "rope_parameters", None) or {}
     rope = rope.get(getattr(stage.part("self_attn"), "layer_type", None) or "", rope)
     if "rope_theta" not in rope:
         raise NotApplicable("the config states no theta")
@@ -170,8 +175,7 @@ def positions_from_end(stage: GoldenStage, tap: str) -> None:
     rotation = rotation_of(stage)
 
     def edit(rotated: torch.Tensor, seen: Seen) -> torch.Tensor:
-        name = tap.removesuffix("_rot")
-        source = seen.get(f"{name}_norm", seen[name]).reshape(rotated.shape).to(rotated.dtype)
+        source = before_rotation(tap, rotated, seen)
         rows = [
             replace(rotation, positions=rotation.positions + by)(row) for row, by in zip(source, padding, strict=True)
         ]
@@ -186,8 +190,7 @@ def qk_norm_after_rope(stage: GoldenStage, tap: str) -> None:
     rotation = rotation_of(stage)
 
     def edit(rotated: torch.Tensor, seen: Seen) -> torch.Tensor:
-        source = seen[tap.removesuffix("_rot")].reshape(rotated.shape).to(rotated.dtype)
-        turned = rotation(source)
+        turned = rotation(before_rotation(tap, rotated, seen, normed=False))
         per_head = norm.weight.shape[-1] == turned.shape[-1]
         # forward, past the hooks: this is no tap
         return norm.forward(turned) if per_head else norm.forward(turned.flatten(2)).view(turned.shape)
