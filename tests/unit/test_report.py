@@ -43,6 +43,8 @@ def test_a_pass_names_its_scope_and_how_close_it_came():
     )
     assert re.match(r"[\w.]+ of \w+ comes nearest to its limit, with \d[\d.]* % of the error that is allowed", margin)
     assert "chain all" in end_to_end and "100 %" in end_to_end
+    covered = report.what_was_compared(comparisons, chains, reports.CONFIG)["Covered"]
+    assert covered == "4 kinds of stage × 2 prefill lengths × 5 taps, where a stage has them"
 
 
 def test_a_pass_does_not_claim_taps_that_it_never_saw():

@@ -324,6 +324,10 @@ def what_was_compared(
         f"worst token, channel block, head and expert at most {metrics.GROUP_LIMIT * config['compare']['limit']:g} times",
     }
     kinds = {port["kind"] for port in _sides(comparisons, "port") if "kind" in port}
+    lengths, names = set(_prompt_lengths(comparisons)), {name for _, name, _ in _taps(comparisons)}
+    if kinds and lengths:
+        covered = (_count(len(kinds), "kind"), _count(len(lengths), "prefill length"), _count(len(names), "tap"))
+        compared["Covered"] = f"{covered[0]} of stage × {covered[1]} × {covered[2]}, where a stage has them"
     graphs = [port["compilations"] for port in _sides(comparisons, "port") if "compilations" in port]
     if kinds and graphs:
         compared["Compilation"] = f"{_count(sum(graphs), 'graph')} compiled for {_count(len(kinds), 'kind')} of stage"
