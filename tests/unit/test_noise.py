@@ -222,10 +222,10 @@ def test_flips_of_golden_and_variants_are_left_out_after_the_router():
 
 def test_noise_is_stored_as_it_is(tmp_path):
     noise = {"attn.q": Tap((2, 24, 4, 16)).noise(), "out": Tap().noise()}
-    tensors.write_noise(tmp_path / "noise.h5", noise, ["split", "input"], Tap().truth)
+    tensors.write_noise(tmp_path / "noise.h5", noise, ["split", "input"], fp32(Tap().truth))
     found = tensors.read_noise(tmp_path / "noise.h5")
     assert list(found) == list(noise)
-    np.testing.assert_array_equal(tensors.read(tmp_path / "noise.h5", "chained/out").data, Tap().truth.data)
+    np.testing.assert_array_equal(tensors.read(tmp_path / "noise.h5", "chained/out").data, fp32(Tap().truth).data)
     for name, one in noise.items():
         assert isinstance(found[name], Noise) and found[name].band == one.band
         for array in tensors.NOISE_ARRAYS:

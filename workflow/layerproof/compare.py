@@ -75,21 +75,22 @@ def compare_taps(
     routing = _routing(found, wanted, truth, valid)
     experts = experts_chosen(truth) if routing else None
     taps: dict[str, dict[str, Any]] = {}
+    # Tokens that taps after the router are compared without: of the port's and the golden's flips, and of the variants'.
+    known = valid & ~noise[OUT].compared if routing and OUT in noise else np.zeros_like(valid)
+    not_alike = routing.left_out | known if routing else known
     for name in in_order(wanted):
         if name not in found:
             taps[name] = {"status": "missing", "reason": "the port hands no tensor over for this tap"}
             continue
-        left_out = np.zeros_like(valid)
-        if routing and name in AFTER_ROUTER:
-            left_out |= routing.left_out
-        if name in noise:
-            left_out |= valid & ~noise[name].compared
+        left_out = not_alike if name in AFTER_ROUTER else None
         taps[name] = judge(
             *(found[name], wanted[name], truth[name], valid, limit, left_out, noise.get(name)),
             experts=experts if name in AFTER_ROUTER else None,
         )
+        if left_out is not None and valid.any() and left_out[valid].all():
+            taps[name]["reason"] = "nothing was compared: at every token experts are nearly tied. Give more tokens."
         if routing and routing.compared and name == "router.choice":
-            reason = routing.reason()
+            reason = routing.reason(known)
             taps[name] |= {"status": "fail" if reason else "pass", "reason": reason}
     failed = [name for name, tap in taps.items() if tap["status"] == "fail"]
     status = "fail" if failed else taps[OUT]["status"]
@@ -98,7 +99,7 @@ def compare_taps(
         "status": status,
         "reason": reason,
         "taps": taps,
-        "routing": routing.summary() if routing else None,
+        "routing": routing.summary() | {"left_out": int((not_alike & valid).sum())} if routing else None,
         "local_error": _relative_error(found, wanted, truth, valid),
         "logits": compare_logits(found[OUT], wanted[OUT], valid) if stage == LM_HEAD and OUT in found else None,
     }

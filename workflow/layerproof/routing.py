@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from layerproof.metrics import Tensor
+from layerproof.metrics import EXACT_ALLOWANCE, Tensor
 
 AFTER_ROUTER = ("router.weights", "mlp.out", "post_mlp_norm", "out")
 """Taps that a flipped choice changes."""
@@ -48,10 +48,22 @@ class Routing:
         """Tokens that taps after the router are compared without: excused flips of the port and flips of the golden."""
         return self.excused | self.golden_flips
 
-    def reason(self) -> str | None:
-        """Why the choice fails, or None if every flip is a near-tie."""
+    def reason(self, known: np.ndarray | None = None) -> str | None:
+        """Why the choice fails, or None if every flip is a near-tie and there are no more than chance makes.
+
+        `known`, bool [batch, seq], are the tokens at which a variant of the golden flips, beside its own. A right port is
+        one more variant, so it flips at no more other tokens than all of them do together, and EXACT_ALLOWANCE of all.
+        """
         wrong = self.flips & ~self.excused
         if not wrong.any():
+            usual_flips = self.golden_flips if known is None else self.golden_flips | known
+            others, usual = int((self.excused & ~usual_flips).sum()), int(usual_flips.sum())
+            if others > usual + max(1.0, EXACT_ALLOWANCE * self.tokens):
+                return (
+                    f"the port chooses other experts than the truth for {int(self.flips.sum())} of {self.tokens} tokens, by "
+                    f"margins within the noise, but for {others} of them no variant of the golden does, and those do for "
+                    f"{usual}: too many for chance"
+                )
             return None
         if self.malformed.any():
             batch, seq = np.argwhere(self.malformed)[0]
