@@ -255,6 +255,9 @@ def test_result_corrupted(workflow, name):
 
 
 def test_any_target_alone(workflow):
-    for target in ("results/compare/layer_001.json", "results/port/norm.h5", "results/archive/alone.zip"):
-        assert workflow.run(target=target).returncode == 0
+    targets = ("compare/layer_001.json", "diagnosis/layer_001.json", "bisect.json", "port/norm.h5", "archive/alone.zip")
+    for target in targets:
+        assert workflow.run(target=f"results/{target}").returncode == 0
+    bisection = json.loads((workflow.results / "bisect.json").read_text())
+    assert (bisection["first_wrong"], bisection["last_right"]) == ("layer_000", "embed"), "attention was edited above"
     assert Path(workflow.results / "archive/alone.zip").exists()
