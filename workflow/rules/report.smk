@@ -81,7 +81,8 @@ rule report:
 rule manifest:
     """Digest of every file of the run and of what went into it; `layerproof verify` checks them."""
     input:
-        rules.report.output.html,
+        html=rules.report.output.html,
+        bisection=[path for path in [rules.bisect.output.bisection] if exists(path)],  # kept up to date, once asked for
     output:
         manifest="results/manifest.json",
     log:
