@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layerproof.faults.golden_stage import Faults, GoldenStage, NotApplicable
+from layerproof.faults.golden_stage import Faults, GoldenStage, NotApplicable, rank_zero_only
 
 FAULTS = fault = Faults()
 
@@ -29,11 +29,8 @@ _rows("embedding_rows_shifted", "the embedding of the token id before", lambda w
 
 
 def _with_ranks(ranks: int) -> None:
-    def first_only(weight: torch.Tensor) -> torch.Tensor:
-        kept = torch.arange(len(weight), device=weight.device) < -(-len(weight) // ranks)
-        return weight * kept[:, None]
-
-    _rows("sharded_sum_missing", f"only rank 0's rows of the embedding on {ranks} ranks", first_only)
+    text = f"only rank 0's rows of the embedding on {ranks} ranks"
+    _rows("sharded_sum_missing", text, lambda weight: rank_zero_only(weight, ranks, 0))
 
     @fault("sharded_sum_twice", f"a sum over {ranks} ranks taken twice", "out")
     def sharded_sum_twice(stage: GoldenStage) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from layerproof.faults.golden_stage import Faults, GoldenStage, NotApplicable
+from layerproof.faults.golden_stage import Faults, GoldenStage, NotApplicable, rank_zero_only
 
 MLP = "mlp.out"
 FAULTS = fault = Faults()
@@ -169,9 +169,14 @@ def down_not_loaded(stage: GoldenStage) -> None:
 def _experts_order(name: str, text: str, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     @fault(name, text, MLP)
     def order(stage: GoldenStage) -> None:
-        for key in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
-            if getattr(experts_of(stage), key, None) is not None:
-                _stacked(stage, key, make)
+        _of_each_expert(stage, ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"), make)
+
+
+def _of_each_expert(stage: GoldenStage, names: Sequence[str], make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Has those of the stacked weights and biases [experts, ...] that there are replaced by `make` of them."""
+    for name in names:
+        if getattr(experts_of(stage), name, None) is not None:
+            _stacked(stage, name, make)
 
 
 _experts_order("experts_out_of_order", "the next expert in place of each", lambda weight: weight.roll(-1, 0))
@@ -188,23 +193,12 @@ _experts_order(
 def _with_ranks(ranks: int) -> None:
     @fault("expert_shard_missing", f"only the experts of rank 0 of {ranks}", MLP)
     def expert_shard_missing(stage: GoldenStage) -> None:
-        def first_only(weight: torch.Tensor) -> torch.Tensor:
-            kept = torch.arange(len(weight), device=weight.device) < len(weight) // ranks
-            return weight * kept.view(-1, *(1,) * (weight.ndim - 1))
-
-        _stacked(stage, "down_proj", first_only)
-        if getattr(experts_of(stage), "down_proj_bias", None) is not None:
-            _stacked(stage, "down_proj_bias", first_only)
+        _of_each_expert(stage, ("down_proj", "down_proj_bias"), lambda weight: rank_zero_only(weight, ranks, 0))
 
     @fault("sharded_sum_missing", f"only rank 0's part of a sum over {ranks} ranks", MLP)
     def sharded_sum_missing(stage: GoldenStage) -> None:
         dim = 1 if experts_of(stage).is_transposed else 2
-
-        def first_only(weight: torch.Tensor) -> torch.Tensor:
-            first, *others = weight.chunk(ranks, dim)
-            return torch.cat((first, *map(torch.zeros_like, others)), dim)
-
-        _stacked(stage, "down_proj", first_only)
+        _stacked(stage, "down_proj", lambda weight: rank_zero_only(weight, ranks, dim))
 
 
 for ranks in (2, 4, 8):

@@ -62,6 +62,12 @@ def _at(make: Callable, tap: str) -> Callable[[GoldenStage], None]:
     return lambda stage: make(stage, tap)
 
 
+def rank_zero_only(weight: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
+    """A weight that is sharded along a dim, with zeros for what the other ranks hold."""
+    first, *others = weight.chunk(ranks, dim)
+    return torch.cat((first, *map(torch.zeros_like, others)), dim)
+
+
 @dataclass
 class GoldenStage:
     """One stage of the golden, in its dtype or in fp32, that runs as it is or with faults.

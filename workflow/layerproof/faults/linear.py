@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layerproof.faults.golden_stage import PATHS, Faults, GoldenStage, NotApplicable
+from layerproof.faults.golden_stage import PATHS, Faults, GoldenStage, NotApplicable, rank_zero_only
 from layerproof.faults.rotary import rotation_of
 from layerproof.faults.router import router_of
 
@@ -68,28 +68,28 @@ def bias_dropped(stage: GoldenStage, tap: str) -> None:
     stage.weight(part_of(stage, tap), "bias", torch.zeros_like)
 
 
-def _parts(weight: torch.Tensor, ranks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+def _divisible(weight: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
     if weight.shape[dim] % ranks:
         raise NotApplicable(f"{weight.shape[dim]} rows on {ranks} ranks")
-    return weight.chunk(ranks, dim)
+    return weight
+
+
+def _shards(weight: torch.Tensor, ranks: int) -> tuple[torch.Tensor, ...]:
+    return _divisible(weight, ranks, 0).chunk(ranks)
 
 
 def _with_ranks(ranks: int) -> None:
     @fault("rank_zero_slice", f"rank 0's slice of this weight on all of {ranks} ranks", *COLUMN_PARALLEL)
     def rank_zero_slice(stage: GoldenStage, tap: str) -> None:
-        matrix(stage, tap, lambda weight: torch.cat([_parts(weight, ranks)[0]] * ranks))
+        matrix(stage, tap, lambda weight: torch.cat([_shards(weight, ranks)[0]] * ranks))
 
     @fault("shards_out_of_order", f"the shards of {ranks} ranks put together in reverse", *COLUMN_PARALLEL)
     def shards_out_of_order(stage: GoldenStage, tap: str) -> None:
-        matrix(stage, tap, lambda weight: torch.cat(_parts(weight, ranks)[::-1]))
+        matrix(stage, tap, lambda weight: torch.cat(_shards(weight, ranks)[::-1]))
 
     @fault("sharded_sum_missing", f"only rank 0's part of a sum over {ranks} ranks", *ROW_PARALLEL)
     def sharded_sum_missing(stage: GoldenStage, tap: str) -> None:
-        def first_only(weight: torch.Tensor) -> torch.Tensor:
-            first, *others = _parts(weight, ranks, 1)
-            return torch.cat((first, *map(torch.zeros_like, others)), 1)
-
-        matrix(stage, tap, first_only)
+        matrix(stage, tap, lambda weight: rank_zero_only(_divisible(weight, ranks, 1), ranks, 1))
 
     @fault("sharded_sum_twice", f"a sum over {ranks} ranks taken twice", *ROW_PARALLEL)
     def sharded_sum_twice(stage: GoldenStage, tap: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,21 +27,26 @@ def epsilon_name(module: nn.Module) -> str | None:
     return next((name for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
 
 
+def epsilon(module: Any) -> float:
+    return getattr(module, epsilon_name(module) or "")
+
+
 def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
 
-def scaled(module: Any, x: torch.Tensor, unit: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """`unit`, another normalised x, times the factors that the module puts on its own; in the output's dtype."""
-    return (unit * factors(module, x, output)).to(output.dtype)
+def normalise_by(stage: GoldenStage, tap: str, unit: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+    """Has the norm's input normalised by `unit(input, epsilon)`; the factors that the module puts on its own stay."""
+    module = norm_of(stage, tap)
+    eps = epsilon(module)
+    stage.output(module, lambda x, out: (unit(x, eps) * factors(module, x, out)).to(out.dtype))
 
 
 def factors(module: Any, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """What the module multiplies normalised numbers by: its weight w, or 1 + w."""
-    eps = getattr(module, epsilon_name(module) or "")
     weight = module.weight.float()
-    unit = normed(x, eps)
+    unit = normed(x, epsilon(module))
     errors = [(unit * (weight + offset) - output.float()).norm() for offset in (0.0, 1.0)]
     return weight + float(errors[1] < errors[0])
 
@@ -74,15 +80,11 @@ for value in (0.0, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 1.0):
 
 @fault("norm_variance_bf16", "the variance of this norm in bf16", *NORMS)
 def norm_variance_bf16(stage: GoldenStage, tap: str) -> None:
-    module = norm_of(stage, tap)
-    eps = getattr(module, epsilon_name(module) or "")
-
-    def make(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
         narrow = x.bfloat16()
-        unit = narrow * torch.rsqrt(narrow.square().mean(-1, keepdim=True) + eps)
-        return scaled(module, x, unit.float(), output)
+        return (narrow * torch.rsqrt(narrow.square().mean(-1, keepdim=True) + eps)).float()
 
-    stage.output(module, make)
+    normalise_by(stage, tap, unit)
 
 
 @fault("norm_mean_subtracted", "a LayerNorm, which subtracts the mean, in place of this RMSNorm", *NORMS)
@@ -96,7 +98,10 @@ def norm_skipped(stage: GoldenStage, tap: str) -> None:
     stage.output(norm_of(stage, tap), lambda x, out: x)
 
 
-def _by_parts(x: torch.Tensor, parts: int, eps: float) -> torch.Tensor:
+def _by_parts(x: torch.Tensor, parts: int, heads: int, eps: float) -> torch.Tensor:
+    """Each of so many parts of a whole projection normalised alone."""
+    if x.shape[-1] % heads or x.ndim != 3:
+        raise NotApplicable("the norm is not over a whole projection")
     return normed(x.unflatten(-1, (parts, -1)), eps).flatten(-2)
 
 
@@ -107,25 +112,17 @@ def _heads(stage: GoldenStage, tap: str) -> int:
 
 @fault("qk_norm_per_head", "this norm taken head by head, not over the whole projection", *QK_NORMS)
 def qk_norm_per_head(stage: GoldenStage, tap: str) -> None:
-    module, heads = norm_of(stage, tap), _heads(stage, tap)
-    eps = getattr(module, epsilon_name(module) or "")
-    stage.output(module, lambda x, out: scaled(module, x, _by_parts(_whole(x, heads), heads, eps), out))
-
-
-def _whole(x: torch.Tensor, heads: int) -> torch.Tensor:
-    if x.shape[-1] % heads or x.ndim != 3:
-        raise NotApplicable("the norm is not over a whole projection")
-    return x
+    heads = _heads(stage, tap)
+    normalise_by(stage, tap, lambda x, eps: _by_parts(x, heads, heads, eps))
 
 
 def _on_shards(ranks: int) -> None:
     @fault("qk_norm_per_shard", f"this norm taken on each of {ranks} shards alone", *QK_NORMS)
     def qk_norm_per_shard(stage: GoldenStage, tap: str) -> None:
-        module, heads = norm_of(stage, tap), _heads(stage, tap)
-        eps = getattr(module, epsilon_name(module) or "")
+        heads = _heads(stage, tap)
         if heads % ranks or ranks == heads:
             raise NotApplicable(f"{heads} heads on {ranks} ranks")
-        stage.output(module, lambda x, out: scaled(module, x, _by_parts(_whole(x, heads), ranks, eps), out))
+        normalise_by(stage, tap, lambda x, eps: _by_parts(x, ranks, heads, eps))
 
 
 for ranks in (2, 4, 8, 16, 32):
@@ -134,17 +131,14 @@ for ranks in (2, 4, 8, 16, 32):
 
 @fault("qk_norm_whole", "this norm taken over the whole projection, not head by head", *QK_NORMS)
 def qk_norm_whole(stage: GoldenStage, tap: str) -> None:
-    module = norm_of(stage, tap)
-    eps = getattr(module, epsilon_name(module) or "")
-
-    def make(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
         if x.ndim != 4:
             raise NotApplicable("the norm is over a whole projection")
         dims = tuple(dim for dim in (1, 2, 3) if dim == 3 or x.shape[dim] == _heads(stage, tap))
         wide = x.float()
-        return scaled(module, x, wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps), output)
+        return wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
 
-    stage.output(module, make)
+    normalise_by(stage, tap, unit)
 
 
 @fault("qk_norm_one_head_weight", "the first head's weight of this norm used for all heads", *QK_NORMS)
