@@ -202,16 +202,18 @@ def test_near_ties_that_are_too_many_for_chance_fail():
     truth = np.tile(np.array([0, 2], np.int32), (1, tokens, 1))
     noisy = selection + np.random.default_rng(0).normal(0, 0.001, selection.shape)
 
+    known = np.zeros((1, tokens), bool)
+
     def routing(flipped):
         port = truth.copy()
         port[0, :flipped] = [0, 1]
         choices = (Tensor(choice, "int32") for choice in (port, truth, truth))
         selections = (Tensor(of.astype(np.float32), "float32") for of in (noisy, selection))
-        return compare_choices(*choices, *selections, np.ones((1, tokens), bool))
+        return compare_choices(*choices, *selections, np.ones((1, tokens), bool), known)
 
-    known = np.zeros((1, tokens), bool)
-    assert routing(3).excused.sum() == 3 and routing(3).reason(known) is None, "one in a hundred"
-    assert "for 4 of them no variant of the golden does, and those do for 0" in routing(4).reason(known)
+    assert routing(3).excused.sum() == 3 and routing(3).reason() is None, "one in a hundred"
+    assert "for 4 of them no variant of the golden does, and those do for 0" in routing(4).reason()
     known[0, 100:110] = True
-    assert routing(13).reason(known) is None
-    assert "too many for chance" in routing(14).reason(known)
+    assert routing(13).reason() is None
+    assert "too many for chance" in routing(14).reason()
+    assert routing(13).summary()["left_out"] == 23

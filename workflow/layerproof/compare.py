@@ -72,17 +72,14 @@ def compare_taps(
     limit: float,
 ) -> dict[str, Any]:
     """Status, taps, routing and errors of a stage from its tensors; `noise` may know some of the taps or none."""
-    routing = _routing(found, wanted, truth, valid)
+    routing = _routing(found, wanted, truth, valid, valid & ~noise[OUT].compared if OUT in noise else None)
     experts = experts_chosen(truth) if routing else None
     taps: dict[str, dict[str, Any]] = {}
-    # Tokens that taps after the router are compared without: of the port's and the golden's flips, and of the variants'.
-    known = valid & ~noise[OUT].compared if routing and OUT in noise else np.zeros_like(valid)
-    not_alike = routing.left_out | known if routing else known
     for name in in_order(wanted):
         if name not in found:
             taps[name] = {"status": "missing", "reason": "the port hands no tensor over for this tap"}
             continue
-        left_out = not_alike if name in AFTER_ROUTER else None
+        left_out = routing.left_out if routing and name in AFTER_ROUTER else None
         taps[name] = judge(
             *(found[name], wanted[name], truth[name], valid, limit, left_out, noise.get(name)),
             experts=experts if name in AFTER_ROUTER else None,
@@ -90,7 +87,7 @@ def compare_taps(
         if left_out is not None and valid.any() and left_out[valid].all():
             taps[name]["reason"] = "nothing was compared: at every token experts are nearly tied. Give more tokens."
         if routing and routing.compared and name == "router.choice":
-            reason = routing.reason(known)
+            reason = routing.reason()
             taps[name] |= {"status": "fail" if reason else "pass", "reason": reason}
     failed = [name for name, tap in taps.items() if tap["status"] == "fail"]
     status = "fail" if failed else taps[OUT]["status"]
@@ -99,7 +96,7 @@ def compare_taps(
         "status": status,
         "reason": reason,
         "taps": taps,
-        "routing": routing.summary() | {"left_out": int((not_alike & valid).sum())} if routing else None,
+        "routing": routing.summary() if routing else None,
         "local_error": _relative_error(found, wanted, truth, valid),
         "logits": compare_logits(found[OUT], wanted[OUT], valid) if stage == LM_HEAD and OUT in found else None,
     }
@@ -115,7 +112,11 @@ def _relative_error(
 
 
 def _routing(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], truth: Mapping[str, Tensor], valid: np.ndarray
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    valid: np.ndarray,
+    variant_flips: np.ndarray | None,
 ) -> Routing | None:
     if "router.choice" not in wanted:
         return None
@@ -126,6 +127,7 @@ def _routing(
         wanted.get("router.selection"),
         truth.get("router.selection"),
         valid,
+        variant_flips,
     )
 
 

@@ -31,13 +31,14 @@ LARGEST = float(np.finfo(np.float32).max)
 class Routing:
     """Outcome for one stage: bool [batch, seq] masks over valid tokens, and the margin in units of the selection.
 
-    Without `compared` nothing is known of the port's choice, and only the golden's flips are found.
+    Without `compared` nothing is known of the port's choice, and only the flips of the golden and its variants are found.
     """
 
     compared: bool
     tokens: int
     flips: np.ndarray
     golden_flips: np.ndarray
+    variant_flips: np.ndarray
     malformed: np.ndarray
     excused: np.ndarray
     noise_margin: float
@@ -45,18 +46,18 @@ class Routing:
 
     @property
     def left_out(self) -> np.ndarray:
-        """Tokens that taps after the router are compared without: excused flips of the port and flips of the golden."""
-        return self.excused | self.golden_flips
+        """Tokens that taps after the router are compared without: excused flips, and those of golden and variants."""
+        return self.excused | self.golden_flips | self.variant_flips
 
-    def reason(self, known: np.ndarray | None = None) -> str | None:
+    def reason(self) -> str | None:
         """Why the choice fails, or None if every flip is a near-tie and there are no more than chance makes.
 
-        `known`, bool [batch, seq], are the tokens at which a variant of the golden flips, beside its own. A right port is
-        one more variant, so it flips at no more other tokens than all of them do together, and EXACT_ALLOWANCE of all.
+        A right port is one more variant of the golden, so it flips at no more other tokens than golden and variants do
+        together, and EXACT_ALLOWANCE of all.
         """
         wrong = self.flips & ~self.excused
         if not wrong.any():
-            usual_flips = self.golden_flips if known is None else self.golden_flips | known
+            usual_flips = self.golden_flips | self.variant_flips
             others, usual = int((self.excused & ~usual_flips).sum()), int(usual_flips.sum())
             if others > usual + max(1.0, EXACT_ALLOWANCE * self.tokens):
                 return (
@@ -100,18 +101,21 @@ def compare_choices(
     golden_selection: Tensor | None,
     truth_selection: Tensor | None,
     valid: np.ndarray,
+    variant_flips: np.ndarray | None = None,
 ) -> Routing:
     """Compares the chosen experts, [batch, seq, top_k] each, of port and golden with the truth's.
 
     The margin of a flip is the largest gap, in the truth's selection values [batch, seq, experts], between an expert
     that the port leaves out and one that it takes instead. The port's choice is not compared if it is not handed over, if
-    its shape or dtype is not the golden's (the tap fails by that), or if the selection values are not known.
+    its shape or dtype is not the golden's (the tap fails by that), or if the selection values are not known. At tokens in
+    `variant_flips`, bool [batch, seq], a variant of the golden chooses otherwise than the truth.
     """
     golden_flips = flips(golden, truth) & valid
     nothing = np.zeros_like(golden_flips)
+    variant_flips = nothing if variant_flips is None else variant_flips
     unknown = port is None or port.shape != golden.shape or port.kind != "integer"
     if port is None or unknown or golden_selection is None or truth_selection is None:
-        return Routing(False, int(valid.sum()), nothing, golden_flips, nothing, nothing, 0.0, 0.0)
+        return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, nothing, 0.0, 0.0)
     selection = _values(truth_selection)
     error = (_values(golden_selection) - selection)[valid]
     error = error[np.isfinite(error)]
@@ -130,6 +134,7 @@ def compare_choices(
         tokens=int(valid.sum()),
         flips=flipped,
         golden_flips=golden_flips,
+        variant_flips=variant_flips,
         malformed=malformed,
         excused=flipped & ~malformed & (margins <= noise),
         noise_margin=noise,
