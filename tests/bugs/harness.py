@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import models
 from layerproof import checkpoint, golden, port, tensors, tiny, tokens
 from layerproof.compare import compare_stage
@@ -16,7 +18,6 @@ from layerproof.fingerprint import REPOSITORY
 from layerproof.metrics import LIMIT
 from layerproof.stages import all_stages, previous_stage
 
-PORT = REPOSITORY / "workflow/ports/minimax_m2.py"
 PROMPTS = REPOSITORY / "workflow/resources/prompts.txt"
 TINY = "tiny"
 """The model that the default run makes and trains; the others are the random ones of tests/models.py."""
@@ -90,8 +91,6 @@ def _read(directory: Path, made: Path) -> tokens.Tokens:
 
 
 def _random_ids(made: Path, seed: int, lengths: Sequence[int]) -> list[list[int]]:
-    import numpy as np
-
     words = checkpoint.read_config(made)["vocab_size"]
     generator = np.random.default_rng(seed)
     return [generator.integers(3, words, length).tolist() for length in lengths]
@@ -101,14 +100,15 @@ def _random_ids(made: Path, seed: int, lengths: Sequence[int]) -> list[list[int]
 class Outcome:
     """What each rule says of one run: the rules' names with True for "this port is wrong", and the diagnosis.
 
-    `effect` is the largest R of a tap in units of its band: how many times the noise the mistake is.
+    `effect` is the largest R of a tap in units of its band: how many times the noise the mistake is. None if a tap of floats
+    fails without an R.
     """
 
     verdicts: dict[str, bool]
     failed: list[str]
     culprits: list[dict[str, Any]]
     together: dict[str, Any] | None
-    effect: float
+    effect: float | None
 
 
 def port_settings(path: Path | None, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -155,19 +155,19 @@ def run(
     failed = [name for name, tap in comparison["taps"].items() if tap["status"] == "fail"]
     diagnosis: dict[str, Any] = {"culprits": [], "together": None}
     if comparison["status"] == "fail" and diagnosed:
-        with tensors.reading(files.golden) as file:
-            wanted = {name: tensors.in_memory(tap) for name, tap in tensors.taps(file, "golden").items()}
+        wanted = tensors.read_group(files.golden, "golden")
         port.force_stage(runner, stage, description, fed, wanted, files.forced)
         descriptions = {name: model.description(name) for name in model.stages}
         subject = Stage(stage, model.checkpoint, descriptions, model.prompts, before, SETTINGS, LIMIT)
         diagnosis = diagnose(subject, comparison, files)
     out = comparison["taps"]["out"]
+    effect = max(map(_effect, comparison["taps"].values()))
     return Outcome(
         verdicts={"layerproof": comparison["status"] != "pass", **_other_rules(out)},
         failed=failed,
         culprits=diagnosis["culprits"],
         together=diagnosis["together"],
-        effect=max(map(_effect, comparison["taps"].values())),
+        effect=None if np.isinf(effect) else effect,
     )
 
 

@@ -70,7 +70,7 @@ def make_tokens(args: argparse.Namespace) -> None:
 
 
 def make_golden(args: argparse.Namespace) -> None:
-    previous, previous_noise = (paths[0] if paths else None for paths in (args.previous, args.noise))
+    previous, previous_noise = _only(args.previous), _only(args.noise)
     # Absolute, since code that comes with a checkpoint may change the directory.
     targets = {"output": args.outputs[0].absolute(), "noise": args.outputs[-1].absolute()}
 
@@ -79,7 +79,7 @@ def make_golden(args: argparse.Namespace) -> None:
 
         golden.make_stage(
             args.spec["stage"],
-            Path(args.spec["checkpoint_dir"]).absolute(),
+            _checkpoint(args),
             read_json(args.weights[0]),
             tokens.Tokens.read(args.tokens),
             previous,
@@ -101,7 +101,7 @@ def make_port(args: argparse.Namespace) -> None:
     runners: list[Any] = []
     setup: fingerprint.Seen = {}
     tasks = []
-    before, source = (args.previous[0] if args.previous else None), "golden/out"
+    before, source = _only(args.previous), "golden/out"
     for output, stamp, record in zip(args.outputs, args.stamp, args.record, strict=True):
         inputs = tuple(path for path in (weights[output.stem], args.tokens, args.config, before) if path)
         job = jobs.Job(args.verb, args.spec | {"stage": output.stem}, stamp, inputs, (output,), record)
@@ -135,7 +135,7 @@ def _run_port_stage(
     if not runners:
         with fingerprint.recording(setup):
             prompts = tokens.Tokens.read(args.tokens)
-            runners.append(port.Runner.start(Path(args.spec["checkpoint_dir"]).absolute(), prompts, args.spec))
+            runners.append(port.Runner.start(_checkpoint(args), prompts, args.spec))
     return port.make_stage(runners[0], output.stem, description, fed, output)
 
 
@@ -143,7 +143,7 @@ def make_forced(args: argparse.Namespace) -> None:
     """A stage that does not fail leaves an empty file: there is nothing to find out."""
     output = args.outputs[0].absolute()
     stage = output.stem
-    previous = args.previous[0] if args.previous else None
+    previous = _only(args.previous)
 
     def work() -> None:  # reads all its files before the port's code runs, which may change the directory
         from layerproof import tensors
@@ -154,11 +154,10 @@ def make_forced(args: argparse.Namespace) -> None:
             return
         from layerproof import port, tokens
 
-        with tensors.reading(args.golden[0]) as file:
-            golden = {name: tensors.in_memory(tap) for name, tap in tensors.taps(file, "golden").items()}
+        golden = tensors.read_group(args.golden[0], "golden")
         fed = tensors.read_stage_input(previous, "golden/out") if previous else None
         prompts, description = tokens.Tokens.read(args.tokens), read_json(args.weights[0])
-        runner = port.Runner.start(Path(args.spec["checkpoint_dir"]).absolute(), prompts, args.spec)
+        runner = port.Runner.start(_checkpoint(args), prompts, args.spec)
         port.force_stage(runner, stage, description, fed, golden, output)
 
     inputs = [args.comparison, *args.golden, *args.weights, args.tokens, args.config, *args.previous]
@@ -167,7 +166,7 @@ def make_forced(args: argparse.Namespace) -> None:
 
 def make_diagnosis(args: argparse.Namespace) -> None:
     output = args.outputs[0].absolute()
-    stage = args.spec["stage"]
+    stage, previous = args.spec["stage"], _only(args.previous)
 
     def work() -> None:
         comparison = read_json(args.comparison)
@@ -180,10 +179,10 @@ def make_diagnosis(args: argparse.Namespace) -> None:
 
         subject = diagnose.Stage(
             stage,
-            Path(args.spec["checkpoint_dir"]).absolute(),
+            _checkpoint(args),
             {path.stem: read_json(path) for path in args.weights},
             tokens.Tokens.read(args.tokens),
-            args.previous[0].absolute() if args.previous else None,
+            previous and previous.absolute(),
             args.spec,
             args.spec["limit"],
         )
@@ -235,7 +234,7 @@ def make_chain_comparison(args: argparse.Namespace) -> None:
 def make_bisection(args: argparse.Namespace) -> None:
     output = args.outputs[0].absolute()
     golden, noise = ({path.stem: path.absolute() for path in paths} for paths in (args.golden, args.noise))
-    previous = args.previous[0] if args.previous else None
+    previous = _only(args.previous)
 
     def work() -> None:
         from layerproof import bisect, port, tensors, tokens
@@ -243,7 +242,7 @@ def make_bisection(args: argparse.Namespace) -> None:
         prompts = tokens.Tokens.read(args.tokens)
         descriptions = {path.stem: read_json(path) for path in args.weights}
         fed = tensors.read_stage_input(previous, "golden/out") if previous else None
-        runner = port.Runner.start(Path(args.spec["checkpoint_dir"]).absolute(), prompts, args.spec)
+        runner = port.Runner.start(_checkpoint(args), prompts, args.spec)
         run = functools.partial(port.run_chain, runner, descriptions, fed)
         content = bisect.bisect(args.spec["stages"], run, golden, noise, prompts.valid)
         write_json(output, content)
@@ -332,6 +331,16 @@ def gate(args: argparse.Namespace) -> int:
 def _job(args: argparse.Namespace, inputs: Sequence[Path], **more: Any) -> jobs.Job:
     (stamp,), (record,) = args.stamp, args.record
     return jobs.Job(args.verb, args.spec | more, stamp, tuple(inputs), tuple(args.outputs), record)
+
+
+def _checkpoint(args: argparse.Namespace) -> Path:
+    """The checkpoint's directory; absolute, since a port or code that comes with a checkpoint may change the directory."""
+    return Path(args.spec["checkpoint_dir"]).absolute()
+
+
+def _only(paths: Sequence[Path]) -> Path | None:
+    """The file of a flag that may name one or none, as `--previous` of the first stage."""
+    return paths[0] if paths else None
 
 
 def _leave_error(job: jobs.Job, error: StageError) -> None:

@@ -109,9 +109,8 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
         StageError: if a file is damaged, the port could not be forced, or the golden cannot be run.
     """
     device = golden.resolve_device(stage.settings["device"])
-    wanted, truth = (_taps(files.golden, group) for group in ("golden", "truth"))
-    isolated, forced = (_taps(path, "port") for path in (files.port, files.forced))
-    bands = tensors.read_noise(files.noise)
+    wanted = tensors.read_group(files.golden, "golden")
+    isolated, forced = (tensors.read_group(path, "port") for path in (files.port, files.forced))
     # What the port did not hand over in the golden's shape could not be forced on it, and so is not on the golden.
     taken = {
         name: tensors.to_torch(tensor).to(device)
@@ -131,9 +130,7 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
     local_truth = _arrays(exact.run(taken))
     local_noise = noise_of_taps(wanted, others, local_truth, valid)
     bench = _Bench(bf16, exact, taken, local_truth, local_noise, forced, valid, stage.limit)
-    # The truth of the file was computed by other functions: held against it, a fault that changes nothing would seem to.
-    bands = _without_flips(bands, isolated.get(CHOICE), truth.get(CHOICE))
-    alone = replace(bench, taken={}, truth=_arrays(exact.run({})), noise=bands, port=isolated)
+    alone = replace(bench, taken={}, noise=tensors.read_noise(files.noise), port=isolated)
     local = compare_taps(stage.name, forced, wanted, local_truth, local_noise, valid, stage.limit)["taps"]
     wrong = [name for name, tap in local.items() if tap["status"] == "fail"]
     if wrong:
@@ -141,17 +138,15 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
     else:
         # Errors of several taps add up, or one lies where no tap is forced: the first that fails is all that is known.
         first = next(name for name, tap in comparison["taps"].items() if tap["status"] == "fail")
-        culprits = [_explain(alone, first, comparison["taps"][first], False)]
+        # Not the truth of the golden's file, which other functions computed: a fault must differ from it by what it does.
+        truth = _arrays(exact.run({}))
+        noise = _without_flips(alone.noise, isolated.get(CHOICE), truth.get(CHOICE))
+        culprits = [_explain(replace(alone, truth=truth, noise=noise), first, comparison["taps"][first], False)]
     causes = tuple(dict.fromkeys(fault for _, faults in culprits for fault in faults))
     return undiagnosed(stage.name) | {
         "culprits": [culprit for culprit, _ in culprits],
         "together": _together(alone, causes),
     }
-
-
-def _taps(path: Path, group: str) -> dict[str, Tensor]:
-    with tensors.reading(path) as file:
-        return {name: tensors.in_memory(tensor) for name, tensor in tensors.taps(file, group).items()}
 
 
 def load(stage: Stage, device: torch.device, dtype: torch.dtype) -> GoldenStage:

@@ -131,7 +131,7 @@ def make_stage(
     """
     compiled = _compilations()
     job = _Job.on_device(runner, stage, description, stage_input)
-    forward, kind = (_prepare_port if runner.module else _prepare_transformers)(job)
+    forward, kind = _prepare(job)
     with torch.no_grad():
         plain = _on_host(forward(False))
         tapped = _on_host(forward(True))
@@ -165,7 +165,7 @@ def force_stage(
         StageError: if the port fails on this stage.
     """
     job = _Job.on_device(runner, stage, description, stage_input)
-    forward, _ = (_prepare_port if runner.module else _prepare_transformers)(job)
+    forward, _ = _prepare(job)
     forced = {name: tensors.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
     with torch.no_grad():
         found = _on_host(forward(True, forced))
@@ -190,7 +190,7 @@ def run_chain(
         output = job.x
         for stage in stages:
             job = replace(job, stage=stage, description=descriptions[stage])
-            forward, _ = (_prepare_port if runner.module else _prepare_transformers)(job)
+            forward, _ = _prepare(job)
             output = forward(False)[OUT]
             job = replace(job, x=output.to(job.dtype))  # as a stage gets it from a file
         return tensors.to_array(_storable(_on_host({OUT: output})[OUT]))
@@ -218,6 +218,11 @@ class _Job:
         valid = torch.from_numpy(runner.tokens.valid).to(device)
         x = ids if stage_input is None else tensors.to_torch(stage_input).to(device).to(dtype)
         return cls(runner, stage, description, dtype, ids, valid, x)
+
+
+def _prepare(job: _Job) -> tuple[Forward, str]:
+    """A stage that is ready to run, and its kind."""
+    return (_prepare_port if job.runner.module else _prepare_transformers)(job)
 
 
 def _prepare_port(job: _Job) -> tuple[Forward, str]:

@@ -229,9 +229,14 @@ def is_empty(path: Path) -> bool:
         return False
 
 
-def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor with its data read from its file."""
-    return Tensor(tensor.data[...], tensor.dtype)
+def read_group(path: Path, group: str) -> dict[str, Tensor]:
+    """All tensors of a group by tap name, read into memory.
+
+    Raises:
+        StageError: as `reading` does.
+    """
+    with reading(path) as file:
+        return {name: Tensor(tensor.data[...], tensor.dtype) for name, tensor in taps(file, group).items()}
 
 
 def read(path: Path, name: str) -> Tensor:
