@@ -25,6 +25,18 @@ class Bug:
     also_loads: tuple[str, ...] = ()
     says: str = ""
 
+    def overlay(self, source: str) -> str:
+        """The port's source with this mistake.
+
+        Raises:
+            ValueError: if the source is not the one that the bug was written for.
+        """
+        for old, new in self.edits:
+            if source.count(old) != 1:
+                raise ValueError(f"{self.name}: {old!r} is in the port {source.count(old)} times, not once.")
+            source = source.replace(old, new)
+        return source
+
 
 def _bug(name: str, tap: str, cause: str | None, *edits: tuple[str, str], **more) -> Bug:
     return Bug(name, tap, cause, edits, **more)

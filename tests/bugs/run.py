@@ -9,14 +9,16 @@ those of the unchanged port, each fed with the golden's input, so the first stag
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
-import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "workflow"), str(REPOSITORY / "tests")]
 
 from bugs.corpus import BUGS, MINIMAX, QWEN3, Bug  # noqa: E402
+from layerproof.files import write_json  # noqa: E402
 
 SEED = 0
 LENGTHS = (41, 11, 76, 46)
@@ -81,11 +84,7 @@ def run_bug(bug: Bug, directory: Path) -> dict[str, Any]:
     from bugs import harness
 
     model = _model(bug.model, str(directory))
-    source = PORTS[bug.model].read_text()
-    for old, new in bug.edits:
-        if source.count(old) != 1:
-            raise ValueError(f"{bug.name}: {old!r} is in the port {source.count(old)} times, not once.")
-        source = source.replace(old, new)
+    source = bug.overlay(PORTS[bug.model].read_text())
     others = _clean_stages(bug.model, str(directory))
     started = time.perf_counter()
     outcome = harness.run(model, bug.stage, source, directory / f"{os.getpid()}", also_loads=bug.also_loads)
@@ -162,46 +161,30 @@ def _clean_stages(name: str, directory: str) -> dict[str, bool]:
     return {stage: outcome.verdicts["layerproof"] for stage, outcome in runs.items()}
 
 
-def _work(share: Sequence[Bug | Case], directory: Path, results: Any) -> None:
-    for one in share:
+def _work(group: Sequence[Bug | Case], directory: Path) -> list[dict[str, Any]]:
+    rows = []
+    for one in group:
+        said = io.StringIO()  # of libraries and of each fault, which a run's log is for
         try:
-            results.put((run_bug if isinstance(one, Bug) else run_clean)(one, directory))
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                rows.append((run_bug if isinstance(one, Bug) else run_clean)(one, directory))
         except Exception as error:
-            results.put(
-                {"kind": "error", "name": getattr(one, "name", str(one)), "error": f"{type(error).__name__}: {error}"}
-            )
-            if "--raise" in sys.argv:
-                raise
+            name = getattr(one, "name", str(one))
+            rows.append({"kind": "error", "name": name, "error": f"{type(error).__name__}: {error}"})
+        print(_line(rows[-1]), flush=True)
+    return rows
 
 
 def run_all(cases: Sequence[Bug | Case], jobs: int) -> list[dict[str, Any]]:
-    """Runs all cases in that many processes; in their order."""
+    """Runs all cases in that many processes; rows in the order of the cases, clean runs of one golden together."""
+    groups: dict[Any, list[Bug | Case]] = {}
+    for one in cases:  # a golden is made once in a process: of the bugs' models in each, of a clean run in one
+        key = one if isinstance(one, Bug) else (one.model, one.seed, one.lengths, one.attention)
+        groups.setdefault(key, []).append(one)
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as directory:
-        results = context.Queue()
-        ordered = sorted(cases, key=lambda one: (isinstance(one, Case), one.model, str(getattr(one, "seed", ""))))
-        shares = [ordered[number::jobs] for number in range(jobs)]
-        if any(isinstance(one, Case) for one in ordered):  # of clean runs, those of one golden belong to one process
-            shares = [[one for one in ordered if _owner(one, jobs) == number] for number in range(jobs)]
-        workers = [context.Process(target=_work, args=(share, Path(directory), results)) for share in shares]
-        for worker in workers:
-            worker.start()
-        found = []
-        for _ in cases:
-            while results.empty() and any(worker.is_alive() for worker in workers):
-                time.sleep(0.05)
-            found.append(results.get(timeout=60))
-            print(_line(found[-1]), flush=True)
-        for worker in workers:
-            worker.join()
-    names = [one.name if isinstance(one, Bug) else "" for one in cases]
-    return sorted(found, key=lambda row: (row["kind"], names.index(row["name"]) if row["name"] in names else -1))
-
-
-def _owner(one: Bug | Case, jobs: int) -> int:
-    if isinstance(one, Bug):
-        return BUGS.index(one) % jobs
-    return hash((one.seed, one.lengths)) % jobs
+    with tempfile.TemporaryDirectory() as directory, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        found = pool.map(_work, groups.values(), itertools.repeat(Path(directory)))
+        return list(itertools.chain.from_iterable(found))
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -209,12 +192,16 @@ def _line(row: dict[str, Any]) -> str:
         return f"ERROR {row['name']}: {row['error']}"
     if row["kind"] == "clean":
         alarm = "FALSE ALARM" if row["found"] else "clean"
-        return f"{alarm} {row['name']} {row['stage']} {row['dtype']} {row['effect']:.2f}"
+        return f"{alarm} {row['name']} {row['stage']} {row['dtype']} {_number(row['effect'])}"
     right = [row["expected"][key] == row["found"][key] for key in ("stage", "tap", "cause")]
     marks = " ".join(f"{key}{'' if ok else '!'}" for key, ok in zip(("stage", "tap", "cause"), right, strict=True))
     detected = "found" if row["verdicts"]["layerproof"] else "MISSED"
     found = "" if all(right) else f" found {row['found']['tap']} {row['found']['cause']}"
-    return f"{detected} {row['model']} {row['name']}: {marks} effect {row['effect']:.3g} {row['wall_s']} s{found}"
+    return f"{detected} {row['model']} {row['name']}: {marks} effect {_number(row['effect'])} {row['wall_s']} s{found}"
+
+
+def _number(effect: float | None) -> str:
+    return "undefined" if effect is None else f"{effect:.3g}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -251,12 +238,10 @@ def main() -> int:
     parser.add_argument("--clean", type=int, help="only so many clean runs")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "results/bugs.json")
-    parser.add_argument("--raise", action="store_true", help="stop at the first run that cannot be made")
     args = parser.parse_args()
     cases = [] if args.bugs == "-" else [bug for bug in BUGS if (args.bugs or "") in bug.name]
     rows = run_all([*cases, *clean_cases()[: args.clean]], args.jobs)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"schema_version": 1, "runs": rows}, indent=1) + "\n", encoding="utf-8")
+    write_json(args.output, {"schema_version": 1, "runs": rows})
     print(table(rows))
     return int(any(row["kind"] == "error" for row in rows))
 

@@ -9,6 +9,8 @@ import zipfile
 import pytest
 from runs import REPOSITORY, Workflow
 
+from bugs.corpus import BUGS, MINIMAX
+
 pytestmark = pytest.mark.workflow
 
 STAGES = ["embed", *(f"layer_{layer:03d}" for layer in range(6)), "norm", "lm_head"]
@@ -67,55 +69,27 @@ def test_archive_verifies_and_shows_what_was_changed(workflow):
     (workflow.results / "extra.txt").unlink()
 
 
-MISTAKES = {
-    "epsilon of a norm": ("self.eps = eps", "self.eps = 3e-2", "attn.q_norm"),
-    "norm without its weight": ("return wide.to(x.dtype) * self.weight", "return wide.to(x.dtype)", "input_norm"),
-    "norm adds one to its weight": ("* self.weight\n", "* (1 + self.weight)\n", "input_norm"),
-    "theta of another model": ('return config["rotary_dim"], theta', 'return config["rotary_dim"], 1e4', "attn.q_rot"),
-    "rotation over the whole head": (
-        'return config["rotary_dim"], theta',
-        'return config["head_dim"], theta',
-        "attn.q_rot",
-    ),
-    "rotation the other way": (
-        "torch.cat((-second, first), dim=-1)",
-        "torch.cat((second, -first), dim=-1)",
-        "attn.q_rot",
-    ),
-    "scale of the scores": ("self.head_dim**-0.5", "self.rotary_dim**-0.5", "attn.context"),
-    "causal mask off by one": (
-        "positions[:, None] >= positions",
-        "positions[:, None] + 1 >= positions",
-        "attn.context",
-    ),
-    "heads grouped in the wrong order": (
-        "q.view(batch, seq, self.kv_heads, group, self.head_dim)",
-        "q.view(batch, seq, group, self.kv_heads, self.head_dim).transpose(2, 3)",
-        "attn.context",
-    ),
-    "residual left out": ("return x + self.moe", "return self.moe", "out"),
-    "softmax router": ("logits.float().sigmoid()", "logits.float().softmax(-1)", "router.scores"),
-    "correction bias dropped": ("scores + self.router_bias)", "scores + 0 * self.router_bias)", "router.selection"),
-    "bias in the weights": ("weights = scores * chosen", "weights = selection * chosen", "router.weights"),
-    "weights not normalised": ("weights / weights.sum(-1, keepdim=True)", "weights * 1", "router.weights"),
-    "one expert too few": (
-        "torch.topk(selection, self.top_k, dim=-1)",
-        "torch.topk(selection, self.top_k - 1, dim=-1)",
-        None,
-    ),
-    "gate and up swapped": ("F.silu(gate) * up", "gate * F.silu(up)", "mlp.out"),
-    "gelu for silu": ("F.silu(gate)", "F.gelu(gate)", "mlp.out"),
-    "one head scaled by 5 %": (
-        'tap("attn.q_rot", rotate(q, cos, sin))',
-        'tap("attn.q_rot", rotate(q, cos, sin) * (1 + 0.05 * (torch.arange(q.shape[2], device=q.device) == 1)[:, None]))',
-        "attn.q_rot",
-    ),
-    "last token seen by nobody": (
-        "positions[:, None] >= positions",
-        "(positions[:, None] >= positions) & ((positions != 20) | (positions[:, None] == 20))",
-        "attn.context",
-    ),
-}
+MISTAKES = (
+    "norm epsilon",
+    "norm without weight",
+    "norm weight plus one",
+    "theta of another model",
+    "the whole head turned",
+    "turned the other way",
+    "scale of the rotary size",
+    "sees the next token",
+    "query heads grouped in the wrong order",
+    "no residual beside the experts",
+    "softmax router",
+    "correction bias dropped",
+    "bias in the weights",
+    "weights not normalised",
+    "one expert too few",
+    "gate and up swapped",
+    "gelu",
+    "one head of q scaled by 5 %",
+    "one key hidden from later ones",
+)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -124,10 +98,8 @@ def test_a_changed_line_turns_the_verdict_of_its_layer(workflow, tmp_path, mista
     from layerproof.files import read_json
     from layerproof.tokens import Tokens
 
-    old, new, tap = MISTAKES[mistake]
-    source = (REPOSITORY / "workflow/ports/minimax_m2.py").read_text()
-    assert source.count(old) == 1, old
-    (tmp_path / "port.py").write_text(source.replace(old, new))
+    (bug,) = (bug for bug in BUGS if (bug.model, bug.name) == (MINIMAX, mistake))
+    (tmp_path / "port.py").write_text(bug.overlay((REPOSITORY / "workflow/ports/minimax_m2.py").read_text()))
     results = workflow.results
     tokens = Tokens.read(results / "tokens.json")
     settings = workflow.config["port"] | {"module": str(tmp_path / "port.py"), "trust_remote_code": False}
@@ -138,5 +110,4 @@ def test_a_changed_line_turns_the_verdict_of_its_layer(workflow, tmp_path, mista
     result = compare.compare_stage("layer_002", *golden, tmp_path / "port.h5", tokens.valid, 1.5)
     failed = [name for name, entry in result["taps"].items() if entry["status"] == "fail"]
     assert result["status"] == "fail"
-    if tap is not None:
-        assert failed[0] == tap
+    assert failed[0] == bug.tap
