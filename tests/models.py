@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from layerproof import fp8
+
 COMMON = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -90,14 +92,31 @@ MORE = {
 """Architectures whose golden is checked against the whole model, and nothing else."""
 
 
-def save(model_type: str, directory: Path, seed: int = 0) -> None:
-    """Writes a bf16 checkpoint whose every parameter, norms and biases too, is drawn at random."""
+FP8 = {
+    "minimax_m2_fp8": {
+        "num_hidden_layers": 2,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "head_dim": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 32,
+        "tie_word_embeddings": False,
+    }
+}
+"""In the FP8 form of the release, with matrices of several blocks."""
+
+
+def save(name: str, directory: Path, seed: int = 0) -> None:
+    """Writes a bf16 or FP8 checkpoint whose every parameter, norms and biases too, is drawn at random."""
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[model_type](**COMMON | (CONFIGS | MORE)[model_type])
+    config = CONFIG_MAPPING[name.removesuffix("_fp8")](**COMMON | (CONFIGS | MORE | FP8)[name])
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for parameter, tensor in model.state_dict().items():
             if tensor.is_floating_point():
-                scale = 0.3 if "norm" in name or "bias" in name or "sinks" in name else 0.08
+                scale = 0.3 if any(part in parameter for part in ("norm", "bias", "sinks")) else 0.08
                 tensor.add_(torch.randn_like(tensor) * scale)
     model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="100KB")
+    if name in FP8:
+        fp8.quantize_checkpoint(directory)

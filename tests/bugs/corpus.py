@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MINIMAX, QWEN3 = "tiny", "qwen3_moe"
+MINIMAX, MINIMAX_FP8, QWEN3 = "tiny", "minimax_m2_fp8", "qwen3_moe"
 LAYER = "layer_002"
 
 
@@ -42,13 +42,25 @@ def _bug(name: str, tap: str, cause: str | None, *edits: tuple[str, str], **more
     return Bug(name, tap, cause, edits, **more)
 
 
-CONVERTED = "    return state"
-"""Where the shipped port's convert() has all tensors of a layer."""
-
-
 def _loads(change: str) -> tuple[str, str]:
     """An edit that changes the state dict of a layer."""
-    return CONVERTED, f"    {change}\n    return state"
+    return (
+        "def dequantized(",
+        f"""def changed(convert):
+    def with_mistake(stage, weights):
+        state = dict(convert(stage, weights))
+        if stage.layer is not None:
+            {change}
+        return state
+
+    return with_mistake
+
+
+convert = changed(convert)
+
+
+def dequantized(""",
+    )
 
 
 def _weight(name: str, change: str) -> tuple[str, str]:
@@ -698,8 +710,8 @@ ENDS = [
         "out",
         None,
         (
-            'return {"weight": weight.to(stage.dtype)}',
-            'weight = weight.to(stage.dtype); weight[77] = 0; return {"weight": weight}',
+            'yield "weight", weight.to(stage.dtype)',
+            'weight = weight.to(stage.dtype); weight[77] = 0; yield "weight", weight',
         ),
         stage="lm_head",
         says="Only channel 77 of 512 is wrong.",
@@ -800,4 +812,29 @@ QWEN = [
 ]
 QWEN = [Bug(**{**vars(bug), "model": QWEN3, "stage": bug.stage if bug.stage != LAYER else "layer_001"}) for bug in QWEN]
 
-BUGS: tuple[Bug, ...] = (*NORMS, *WEIGHTS, *ROTARY, *ATTENTION, *STREAM, *ROUTER, *EXPERTS, *ENDS, *PAIRS, *QWEN)
+EXPERT = 'stacked[expert] = dequantized(weights, f"{moe}experts.{expert}.{matrix}.weight", stage.dtype)'
+SCALES = 'scales = weights[f"{name}_scale_inv"]'
+FP8 = [
+    _bug(name, tap, cause, edit, model=MINIMAX_FP8, stage="layer_001")
+    for name, tap, cause, edit in (
+        ("fp8 scales ignored", "attn.q", "fp8_scales_ignored", (SCALES, f"{SCALES}.fill_(1)")),
+        ("fp8 scales transposed", "attn.q", "fp8_scales_transposed", (SCALES, f"{SCALES}.T.contiguous()")),
+        (
+            "fp8 scales of experts ignored",
+            "mlp.out",
+            "fp8_scales_ignored",
+            (
+                EXPERT,
+                EXPERT.replace("dequantized(weights, ", "weights[").replace(", stage.dtype)", "].to(stage.dtype)"),
+            ),
+        ),
+        (
+            "fp8 scales of experts transposed",
+            "mlp.out",
+            "fp8_scales_transposed",
+            (SCALES, f"{SCALES}; scales = scales.T.contiguous() if 'experts' in name else scales"),
+        ),
+    )
+]
+
+BUGS: tuple[Bug, ...] = (*NORMS, *WEIGHTS, *ROTARY, *ATTENTION, *STREAM, *ROUTER, *EXPERTS, *ENDS, *PAIRS, *QWEN, *FP8)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import models
-from layerproof import checkpoint, golden, port, tensors, tiny, tokens
+from layerproof import checkpoint, golden, loading, port, tensors, tiny, tokens
 from layerproof.compare import compare_stage
 from layerproof.diagnose import Files, Stage, diagnose
 from layerproof.files import read_json, write_json
@@ -67,7 +67,7 @@ def make_model(
         (tiny.make if name == TINY else _random(name))(made, seed)
     prompts = tokens.pad(_random_ids(made, seed, lengths), 0) if lengths else _read(directory, made)
     model = Model(name, seed, directory, prompts)
-    descriptions, _ = checkpoint.describe_stages(made, model.stages, False)
+    descriptions, _ = loading.describe_stages(made, model.stages, False)
     for stage in model.stages:
         write_json(directory / f"weights/{stage}.json", descriptions[stage])
     for stage in model.stages:

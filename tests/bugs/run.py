@@ -28,12 +28,13 @@ os.environ |= {"OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0", "PJRT_DEVICE": "CPU
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "workflow"), str(REPOSITORY / "tests")]
 
-from bugs.corpus import BUGS, MINIMAX, QWEN3, Bug  # noqa: E402
+from bugs.corpus import BUGS, MINIMAX, MINIMAX_FP8, QWEN3, Bug  # noqa: E402
 from layerproof.files import write_json  # noqa: E402
 
 SEED = 0
 LENGTHS = (41, 11, 76, 46)
-PORTS = {MINIMAX: REPOSITORY / "workflow/ports/minimax_m2.py", QWEN3: REPOSITORY / "tests/ports/qwen3_moe.py"}
+SHIPPED = REPOSITORY / "workflow/ports/minimax_m2.py"
+PORTS = {MINIMAX: SHIPPED, MINIMAX_FP8: SHIPPED, QWEN3: REPOSITORY / "tests/ports/qwen3_moe.py"}
 
 # Clean runs
 ARCHITECTURES = ("minimax_m2", "llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text")
@@ -64,7 +65,7 @@ class Case:
 
 
 def clean_cases() -> list[Case]:
-    """Every architecture, port dtype, prompt length, golden attention and seed; stages by turns; and a port of QWEN3."""
+    """Every architecture, port dtype, prompt length, golden attention and seed; stages by turns; and two other ports."""
     cases = []
     combinations = itertools.product(ARCHITECTURES, DTYPES, PROMPTS, ATTENTION, SEEDS)
     for number, (model, dtype, lengths, attention, seed) in enumerate(combinations):
@@ -73,7 +74,8 @@ def clean_cases() -> list[Case]:
         stage = ("layer_001", "layer_000", "layer_001", "lm_head", "layer_001", "norm")[number % 6]
         cases.append(Case(model, seed, lengths, dtype, attention, stage, ported=False))
     cases += [
-        Case("qwen3_moe", seed, lengths, "bfloat16", "eager", stage, ported=True)
+        Case(model, seed, lengths, "bfloat16", "eager", stage, ported=True)
+        for model in (QWEN3, MINIMAX_FP8)
         for seed, lengths, stage in itertools.product(SEEDS, PROMPTS, ("layer_000", "layer_001"))
     ]
     return cases

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from layerproof import checkpoint, golden, tensors
+from layerproof import checkpoint, golden, loading, tensors
 from layerproof.compare import compare_stage
 from layerproof.errors import StageError, UserError
 from layerproof.stages import all_stages
@@ -58,11 +58,11 @@ def point_index(directory, shards):
 
 
 def describe(directory, stages=STAGES):
-    return checkpoint.describe_stages(directory, stages, trust_remote_code=False)[0]
+    return loading.describe_stages(directory, stages, trust_remote_code=False)[0]
 
 
 def unused(directory, stages=STAGES):
-    return checkpoint.describe_stages(directory, stages, trust_remote_code=False)[1]
+    return loading.describe_stages(directory, stages, trust_remote_code=False)[1]
 
 
 def digests(directory):
@@ -74,8 +74,8 @@ def failed(described):
 
 
 def load(directory, stage, description):
-    model = checkpoint.meta_model(directory, trust_remote_code=False)
-    checkpoint.load_stage(model, stage, directory, description, torch.device("cpu"))
+    model = loading.meta_model(directory, trust_remote_code=False)
+    loading.load_stage(model, stage, directory, description, torch.device("cpu"))
     return model
 
 

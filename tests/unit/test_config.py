@@ -205,6 +205,8 @@ def test_a_users_checkpoint_tells_its_number_of_layers(tmp_path):
     raw = checkpoint_at(tmp_path / "m", config__json={"num_hidden_layers": 62}, model__safetensors="")
     assert config.resolve(raw).num_layers == 62
     assert '"0-61"' in message_of(raw | {"layers": "0-70"})
+    fp8 = {"num_hidden_layers": 3, "quantization_config": {"quant_method": "fp8"}}
+    assert config.resolve(checkpoint_at(tmp_path / "q", config__json=fp8, model__safetensors="")).num_layers == 3
     nested = checkpoint_at(
         tmp_path / "n", config__json={"text_config": {"num_hidden_layers": 2}}, model__safetensors=""
     )
@@ -225,6 +227,10 @@ def test_a_users_checkpoint_tells_its_number_of_layers(tmp_path):
         (
             {"config__json": {"num_hidden_layers": 2}, "model__safetensors__index__json": "{"},
             ["model.safetensors.index.json: cannot be read", "Copy the file again"],
+        ),
+        (
+            {"config__json": {"num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq"}}},
+            ["is quantized by gptq, which is not supported", "Name one in bf16 or fp8"],
         ),
     ],
 )

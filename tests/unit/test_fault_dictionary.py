@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerproof import checkpoint, diagnose, tokens
+from layerproof import checkpoint, diagnose, loading, tokens
 from layerproof.faults import DICTIONARY, NotApplicable
 from layerproof.taps import OUT, SHAPES
-from models import CONFIGS, save
+from models import CONFIGS, FP8, save
 
 SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False}
 PROMPTS = tokens.pad([list(range(3, 23)), [5, 9, 2, 40, 41, 7, 8]], 0)
-MODELS = [*CONFIGS, "deepseek_v3", "gemma2", "mixtral", "glm4", "cohere2", "phi"]
+MODELS = [*CONFIGS, "deepseek_v3", "gemma2", "mixtral", "glm4", "cohere2", "phi", *FP8]
 STAGES = ["embed", "layer_000", "layer_001", "norm", "lm_head"]
 
 
@@ -33,10 +33,9 @@ def golden_stage(model, name, dtype):
     directory = model_directory(model)
     config = checkpoint.read_config(directory)
     stages = ["embed", *(f"layer_{layer:03d}" for layer in range(config["num_hidden_layers"])), "norm", "lm_head"]
-    descriptions, _ = checkpoint.describe_stages(directory, stages, False)
-    made = diagnose.load(
-        diagnose.Stage(name, directory, descriptions, PROMPTS, None, SETTINGS, 1.5), torch.device("cpu"), dtype
-    )
+    descriptions, _ = loading.describe_stages(directory, stages, False)
+    subject = diagnose.Stage(name, directory, descriptions, PROMPTS, None, SETTINGS, 1.5)
+    made = diagnose.load(subject, torch.device("cpu"))[dtype == torch.float32]
     if name != "embed":
         shape = (*PROMPTS.ids.shape, config["hidden_size"])
         made.x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -1,25 +1,28 @@
 """The golden, streamed one stage at a time, is the model that transformers runs as a whole."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from layerproof import checkpoint, golden, tensors
+from layerproof import checkpoint, fp8, golden, loading, tensors
 from layerproof.stages import all_stages, layer_of, previous_stage
 from layerproof.tokens import pad
-from models import CONFIGS, MORE, save
+from layerproof.transformers_stage import run_stage
+from models import CONFIGS, FP8, MORE, save
 
 SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False, "compared": True}
 TOKENS = pad([list(range(3, 23)), [5, 9, 2, 40, 41], [7] * 12], pad_id=0)
 
 
-def whole_model(directory, dtype):
+def whole_model(directory, dtype, **options):
     """Output of every stage of the whole model by hooks, as bits-preserving tensors."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options).eval()
     outputs = {}
-    parts = checkpoint.parts_of(model)
+    parts = loading.parts_of(model)
 
     def keep(stage):
         return lambda module, args, output: outputs.__setitem__(
@@ -39,7 +42,7 @@ def stream(directory, results):
     """Every stage by the golden's jobs, as the workflow calls them."""
     layers = checkpoint.num_layers(checkpoint.read_config(directory))
     stages = all_stages(layers)
-    descriptions, _ = checkpoint.describe_stages(directory, stages, trust_remote_code=False)
+    descriptions, _ = loading.describe_stages(directory, stages, trust_remote_code=False)
     for stage in stages:
         previous = previous_stage(stage, layers)
         before = [results / f"{previous}{ending}" if previous else None for ending in (".h5", ".noise.h5")]
@@ -66,6 +69,17 @@ def test_stream_equals_whole_model_bit_for_bit(model_type, tmp_path):
         assert torch.equal(streamed, whole[stage]), stage
 
 
+@pytest.mark.parametrize("model_type", ["minimax_m2_fp8", "minimax_m2", "qwen3_moe", "deepseek_v3", "llama"])
+def test_released_fp8_form_equals_the_model_that_transformers_dequantizes(model_type, tmp_path):
+    save(model_type, tmp_path / "model")
+    if model_type not in FP8:
+        fp8.quantize_checkpoint(tmp_path / "model")
+    whole = whole_model(tmp_path / "model", torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True))
+    for stage in stream(tmp_path / "model", tmp_path):
+        streamed = tensors.to_torch(tensors.read(tmp_path / f"{stage}.h5", "golden/out"))
+        assert torch.equal(streamed, whole[stage]), stage
+
+
 def test_truth_is_the_fp32_stage_from_the_golden_input(tmp_path):
     save("qwen3_moe", tmp_path / "model")
     stages = stream(tmp_path / "model", tmp_path)
@@ -76,28 +90,50 @@ def test_truth_is_the_fp32_stage_from_the_golden_input(tmp_path):
         assert torch.equal(truth, model.lm_head(fed))
 
 
-@pytest.mark.parametrize("model_type", ["minimax_m2", "qwen3_moe", "gpt_oss"])
-def test_truth_of_experts_equals_fp32_weights_without_holding_them(model_type, tmp_path, monkeypatch):
-    save(model_type, tmp_path / "model")
-    stages = stream(tmp_path / "model", tmp_path / "lean")
-    monkeypatch.setattr(golden, "_experts_in_bf16", lambda *arguments: [])
-    stream(tmp_path / "model", tmp_path / "plain")
-    for stage in stages:
-        with (
-            tensors.reading(tmp_path / f"lean/{stage}.h5") as lean,
-            tensors.reading(tmp_path / f"plain/{stage}.h5") as plain,
-        ):
-            wanted = tensors.taps(plain, "truth")
-            for name, tap in tensors.taps(lean, "truth").items():
-                assert np.array_equal(tap.data[...], wanted[name].data[...]), (stage, name)
+MOE = ("minimax_m2", "qwen3_moe", "gpt_oss")
+FORMS = [*itertools.product(MOE, ("bf16", "fp32 beside bf16")), *((model_type, "fp8") for model_type in MOE[:2])]
+
+
+@pytest.mark.parametrize(("model_type", "form"), FORMS)
+def test_truth_is_what_the_whole_model_in_fp32_computes(model_type, form, tmp_path):
+    """With the golden's weights, of which what is fp32 on disk is not rounded."""
+    directory = tmp_path / "model"
+    save(model_type, directory)
+    if form == "fp8":
+        fp8.quantize_checkpoint(directory)
+    elif form == "fp32 beside bf16":
+        make_fp32(directory, "gate", "router", "bias")
+    stages = stream(directory, tmp_path)
+    options = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if form == "fp8" else {}
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, **options)
+    exact = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, experts_implementation="eager", **options
+    )
+    if form == "fp8":  # the golden's values are products rounded to bf16
+        exact.float().load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    ids, valid = torch.from_numpy(TOKENS.ids), torch.from_numpy(TOKENS.valid)
+    for stage, before in zip(stages[1:], stages, strict=False):
+        fed = tensors.to_torch(tensors.read(tmp_path / f"{before}.h5", "golden/out")).float()
+        wanted = run_stage(exact.eval(), stage, fed, ids, valid)
+        with tensors.reading(tmp_path / f"{stage}.h5") as file:
+            for name, tap in tensors.taps(file, "truth").items():
+                assert torch.equal(tensors.to_torch(tap), wanted[name]), (stage, name)
+
+
+def make_fp32(directory, *parts):
+    """Widens those tensors of a checkpoint whose names hold one of the parts, and adds what bf16 cannot hold."""
+    for shard in directory.glob("*.safetensors"):
+        held = load_file(shard)
+        for name in held:
+            if any(part in name for part in parts):
+                held[name] = held[name].float() * (1 + 2**-12)
+        save_file(held, shard, metadata={"format": "pt"})
 
 
 def test_experts_stay_bf16_in_the_truth(tmp_path, monkeypatch):
     """Also where other tensors of the layer are fp32 on disk, as the router of the release is."""
     save("minimax_m2", tmp_path / "model")
-    for shard in (tmp_path / "model").glob("*.safetensors"):
-        wide = {k: v.float() if ".gate." in k or "bias" in k else v for k, v in load_file(shard).items()}
-        save_file(wide, shard, metadata={"format": "pt"})
+    make_fp32(tmp_path / "model", ".gate.", "bias")
     widened = []
     original = golden._WidenedOnUse.__getitem__
 
@@ -113,10 +149,10 @@ def test_experts_stay_bf16_in_the_truth(tmp_path, monkeypatch):
 def test_every_stage_loads_only_its_own_tensors(tmp_path):
     save("minimax_m2", tmp_path / "model")
     stages = all_stages(3)
-    descriptions, _ = checkpoint.describe_stages(tmp_path / "model", stages, trust_remote_code=False)
-    model = checkpoint.meta_model(tmp_path / "model", False, torch.bfloat16)
-    checkpoint.load_stage(model, "layer_001", tmp_path / "model", descriptions["layer_001"], torch.device("cpu"))
-    parts = checkpoint.parts_of(model)
+    descriptions, _ = loading.describe_stages(tmp_path / "model", stages, trust_remote_code=False)
+    model = loading.meta_model(tmp_path / "model", False, torch.bfloat16)
+    loading.load_stage(model, "layer_001", tmp_path / "model", descriptions["layer_001"], torch.device("cpu"))
+    parts = loading.parts_of(model)
     loaded = {parts.stage_of(name) for name, tensor in model.state_dict().items() if not tensor.is_meta}
     assert loaded == {"layer_001"}
     names = [name for stage in stages for name in descriptions[stage]["tensors"]]

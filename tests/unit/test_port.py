@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_golden import TOKENS, stream
 
-from layerproof import checkpoint, compare, metrics, port, tensors
+from layerproof import checkpoint, compare, loading, metrics, port, tensors
 from layerproof.errors import StageError
 from layerproof.stages import all_stages, previous_stage
 from models import CONFIGS, save
@@ -24,7 +24,7 @@ def run(model, results, out, settings, stages=None):
     """Runs port stages fed with the golden's inputs, in one process; returns the facts by stage."""
     layers = checkpoint.num_layers(checkpoint.read_config(model))
     stages = stages or all_stages(layers)
-    descriptions, _ = checkpoint.describe_stages(model, stages, trust_remote_code=False)
+    descriptions, _ = loading.describe_stages(model, stages, trust_remote_code=False)
     runner = port.Runner.start(model, TOKENS, settings)
     facts = {}
     for stage in stages:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_golden import SETTINGS, TOKENS
 
-from layerproof import checkpoint, golden, metrics, tensors
+from layerproof import golden, loading, metrics, tensors
 from layerproof.taps import OUT
 from layerproof.transformers_stage import run_stage
 from layerproof.variants import variants
@@ -16,7 +16,7 @@ IDS, VALID = torch.from_numpy(TOKENS.ids), torch.from_numpy(TOKENS.valid)
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_variants_of_a_layer_are_noise_and_leave_the_model_as_it_was(model_type, tmp_path):
     save(model_type, tmp_path / "model")
-    descriptions, _ = checkpoint.describe_stages(tmp_path / "model", ["layer_001"], trust_remote_code=False)
+    descriptions, _ = loading.describe_stages(tmp_path / "model", ["layer_001"], trust_remote_code=False)
 
     def load(dtype):
         return golden.load(

@@ -23,7 +23,7 @@ def make_checkpoint(args: argparse.Namespace) -> None:
     def work() -> None:
         from layerproof import tiny
 
-        tiny.make(args.outputs[0].parent, seed=args.spec["seed"])
+        tiny.make(args.outputs[0].parent, seed=args.spec["seed"], form=args.spec["form"])
 
     jobs.run(_job(args, args.inputs), work)
 
@@ -36,7 +36,7 @@ def make_weights(args: argparse.Namespace) -> None:
     *stages, unused = args.outputs
 
     def work() -> None:
-        from layerproof.checkpoint import describe_stages
+        from layerproof.loading import describe_stages
 
         trust = args.spec["trust_remote_code"]
         by_stage, left = describe_stages(directory, [output.stem for output in stages], trust)

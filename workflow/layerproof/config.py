@@ -77,9 +77,11 @@ def resolve(raw: Mapping[str, Any]) -> Config:
     else:
         directory = Path(resolved["model"]["checkpoint"])
         described = checkpoint.read_config(directory)
-        if described.get("quantization_config"):
+        method = (described.get("quantization_config") or {}).get("quant_method", "fp8")
+        if method != "fp8":
             raise UserError(
-                f"config.yaml: model.checkpoint: {directory} is quantized, which is not supported yet. Name one in bf16."
+                f"config.yaml: model.checkpoint: {directory} is quantized by {method}, which is not supported. "
+                "Name one in bf16 or fp8."
             )
         num_layers = checkpoint.num_layers(described)
         checkpoint.shards(directory)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from layerproof import checkpoint, golden, tensors
+from layerproof import golden, loading, tensors
 from layerproof.compare import compare_taps
 from layerproof.experts import EXPERT_BY_EXPERT, register
 from layerproof.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
@@ -117,8 +117,7 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
         for name, tensor in wanted.items()
         if name != OUT and name in forced and forced[name].shape == tensor.shape
     }
-    bf16 = load(stage, device, getattr(torch, stage.settings["dtype"]))
-    exact = load(stage, device, torch.float32)
+    bf16, exact = load(stage, device)
 
     def run(x: Any) -> dict[str, Tensor]:
         """The forced golden, with the last bits of all that it is given changed if those of its input are."""
@@ -149,19 +148,28 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
     }
 
 
-def load(stage: Stage, device: torch.device, dtype: torch.dtype) -> GoldenStage:
-    """The golden stage, in its own dtype or in fp32, in the form that faults can be put in."""
-
-    def load_other(model: Any, name: str) -> None:
-        checkpoint.load_stage(model, name, stage.directory, stage.descriptions[name], device)
-
+def load(stage: Stage, device: torch.device) -> tuple[GoldenStage, GoldenStage]:
+    """The golden stage, in its own dtype and exact, in the form that faults can be put in."""
     # Faults change the mask of the eager attention, which always has one, and the gate of experts that are run one by one.
     register()
     settings = {**stage.settings, "attn_implementation": "eager", "experts_implementation": EXPERT_BY_EXPERT}
-    model = golden.load(stage.name, stage.directory, stage.descriptions[stage.name], device, dtype, settings)
+    dtype = getattr(torch, settings["dtype"])
+    description = stage.descriptions[stage.name]
+    model = golden.load(stage.name, stage.directory, description, device, dtype, settings)
+    exact = golden.exact(model, stage.name, stage.directory, description, device, settings)
     x = tensors.to_torch(tensors.read_stage_input(stage.previous, "golden/out")).to(device) if stage.previous else None
     ids, valid = torch.from_numpy(stage.tokens.ids).to(device), torch.from_numpy(stage.tokens.valid).to(device)
-    return GoldenStage(model, stage.name, x if x is None else x.to(dtype), ids, valid, load_other)
+
+    def load_another(model: Any, name: str) -> None:
+        golden.load_another(model, name, stage.directory, stage.descriptions[name], device, dtype)
+
+    def read(parameter: str, ending: str, change: Any) -> torch.Tensor:
+        return loading.load_changed(model, parameter, stage.directory, description, device, ending, change)
+
+    return (
+        GoldenStage(model, stage.name, x, ids, valid, load_another, read),
+        GoldenStage(exact, stage.name, x if x is None else x.float(), ids, valid, load_another, read),
+    )
 
 
 def _arrays(taps: Taps) -> dict[str, Tensor]:

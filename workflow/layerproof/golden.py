@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.modeling_utils import str_to_torch_dtype
 
-from layerproof import checkpoint, tensors
+from layerproof import loading, tensors
 from layerproof.errors import UserError
 from layerproof.experts import EXPERT_BY_EXPERT
 from layerproof.noise import noise_of_taps
@@ -82,9 +83,8 @@ def make_stage(
         tensors.write_noise(noise, {}, [], strayed)
         return
     others = dict(variants(model, functools.partial(run, model), stage_input))
-    del model  # the truth needs its memory
     truth_input = None if stage_input is None else stage_input.float()
-    truth = run(load(stage, directory, description, device, torch.float32, settings), truth_input)
+    truth = run(exact(model, stage, directory, description, device, settings), truth_input)
     groups = {"golden": golden, "truth": truth}
     tensors.write(output, groups, valid=tokens.valid, attributes=attributes)
     measured = noise_of_taps(golden, list(others.values()), truth, tokens.valid)
@@ -99,37 +99,103 @@ def load(
     dtype: torch.dtype,
     settings: Mapping[str, Any],
 ) -> PreTrainedModel:
-    """The model with this stage's weights; in fp32 it computes the truth.
+    """The golden model with this stage's weights.
 
     Raises:
-        StageError: as `checkpoint.load_stage` does.
+        StageError: as `loading.load_stage` does.
     """
-    implementations = {
-        key: settings[key] for key in ("attn_implementation", "experts_implementation") if settings.get(key)
-    }
-    is_truth = dtype == torch.float32
-    if is_truth and implementations.get("experts_implementation") != EXPERT_BY_EXPERT:
-        implementations["experts_implementation"] = "eager"
-    model = checkpoint.meta_model(directory, settings["trust_remote_code"], dtype, **implementations)
-    experts = _experts_in_bf16(model, stage, description) if is_truth else []
-    for module in experts:
-        module.to(torch.bfloat16)
-    checkpoint.load_stage(model, stage, directory, description, device)
-    for module in experts:
-        _widen_on_use(module)
+    model = _meta_model(directory, dtype, settings)
+    loading.load_stage(model, stage, directory, description, device)
     return model
 
 
-def _experts_in_bf16(model: PreTrainedModel, stage: str, description: Mapping[str, Any]) -> list[torch.nn.Module]:
-    """The stage's modules that hold all experts in one tensor, as transformers' experts interface has it, bf16 on disk."""
+def exact(
+    model: PreTrainedModel,
+    stage: str,
+    directory: Path,
+    description: Mapping[str, Any],
+    device: torch.device,
+    settings: Mapping[str, Any],
+) -> PreTrainedModel:
+    """The model that computes the truth of a stage of `model`, which `load` made: fp32, with the same weights.
+
+    All experts' weights in one tensor stay as they are and are shared, and widened one expert at a time where they are
+    used: a copy in fp32 would take twice the memory of the whole layer. Of the checkpoint are read again only tensors
+    that `model` holds in a narrower dtype than it does, such as an fp32 router.
+
+    Raises:
+        StageError: as `loading.load_stage` does.
+    """
+    implementation = settings.get("experts_implementation")
+    implementation = EXPERT_BY_EXPERT if implementation == EXPERT_BY_EXPERT else "eager"
+    twin = _meta_model(directory, torch.float32, {**settings, "experts_implementation": implementation})
+    held = _held(description, model.dtype)
+    experts = _keep_experts(twin, stage, held, model.dtype)
+    state = model.state_dict()
+    loading.load_stage(twin, stage, directory, description, device, {name: state[name] for name in held})
+    for module in experts:
+        _widen_on_use(module)
+    return twin
+
+
+def load_another(
+    model: PreTrainedModel,
+    stage: str,
+    directory: Path,
+    description: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Fills the weights of one more stage into a model that `load` or `exact` made; `dtype` is the golden's.
+
+    Raises:
+        StageError: as `loading.load_stage` does.
+    """
+    _keep_experts(model, stage, _held(description, dtype), dtype)
+    loading.load_stage(model, stage, directory, description, device)
+
+
+def _meta_model(directory: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> PreTrainedModel:
+    names = ("attn_implementation", "experts_implementation")
+    implementations = {name: settings[name] for name in names if settings.get(name)}
+    return loading.meta_model(directory, settings["trust_remote_code"], dtype, **implementations)
+
+
+def _held(description: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
+    """The parameters and buffers of a stage that a model of this dtype holds as they are on disk."""
+    on_disk: dict[str, set[str]] = {}
+    for entry in description.get("tensors", {}).values():
+        on_disk.setdefault(entry["parameter"], set()).add(entry["dtype"])
+
+    def holds(word: str) -> bool:
+        return torch.promote_types(str_to_torch_dtype[word], dtype) == dtype
+
+    # Quantised values are 8 bits wide; what rounds them is their scales, on the golden's side as on the port's.
+    return {name for name, words in on_disk.items() if any(map(_is_quantised, words)) or all(map(holds, words))}
+
+
+def _is_quantised(word: str) -> bool:
+    return word.startswith(("F8", "F4", "I8", "U8"))
+
+
+def _keep_experts(
+    model: PreTrainedModel, stage: str, held: Collection[str], dtype: torch.dtype
+) -> list[torch.nn.Module]:
+    """The stage's modules that hold all experts in one tensor, as transformers' experts interface has it; in `dtype`.
+
+    Left out are those whose weights would be rounded by that.
+    """
     names = {module: name for name, module in model.named_modules()}
-    found = []
-    for module in stage_module(model, stage).modules():
-        if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
-            tensors_of = description.get("tensors", {}).values()
-            dtypes = {entry["dtype"] for entry in tensors_of if entry["parameter"].startswith(f"{names[module]}.")}
-            found += [module] if dtypes == {"BF16"} else []
-    return found
+    experts = [
+        module
+        for module in stage_module(model, stage).modules()
+        if hasattr(module, "is_transposed")
+        and hasattr(module, "num_experts")
+        and all(f"{names[module]}.{name}" in held for name, _ in module.named_parameters(recurse=False))
+    ]
+    for module in experts:
+        module.to(dtype)
+    return experts
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ A port is one Python file or dotted module with
         The stage as a module; on the meta device is fine. Its forward takes `(x, positions, valid)`: `x` is the previous
         stage's output [batch, seq, hidden] in `stage.dtype` (token ids int64 [batch, seq] for `embed`), `positions` int64
         [seq] and `valid` bool [batch, seq] (False for padding), and returns the stage's output.
-    convert(stage: Stage, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
-        The stage's tensors by their names on disk, as its state dict.
+    convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] or an iterator of its items
+        The stage's tensors as the module's state dict. `weights` are those on disk, by their names there, each read when it
+        is asked for. Of items that are yielded one by one, each is on the device before the next one is made.
     TAPS: dict[str, str]    (optional)
         Canonical tap by dotted name of the submodule whose output it is. What is no module's output is handed over inside
         forward with `layerproof.taps.tap`.
@@ -21,7 +22,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -234,9 +235,10 @@ def _prepare_port(job: _Job) -> tuple[Forward, str]:
     if not isinstance(module, nn.Module):
         raise StageError(f"{job.stage}: build() returns {type(module).__name__}, not a torch.nn.Module.")
     module.eval()
-    state = port.convert(stage, checkpoint.read_tensors(job.runner.directory, job.description))
-    if not isinstance(state, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
-        raise StageError(f"{job.stage}: convert() must return the module's state dict: a dict of tensors by name.")
+    weights = checkpoint.StageWeights(checkpoint.tensors_of_stage(job.runner.directory, job.description))
+    state = {}
+    for name, tensor in _items(job.stage, port.convert(stage, weights)):
+        state[name] = _on_device(tensor, job.x.device, job.runner.environment.hardware)
     try:
         module.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -246,7 +248,7 @@ def _prepare_port(job: _Job) -> tuple[Forward, str]:
         raise StageError(
             f"{job.stage}: {', '.join(left)} has no value after loading. Make it in build() or in convert()."
         )
-    module.to(job.x.device)
+    module.to(job.x.device)  # what is not in its state dict
     positions = torch.arange(job.ids.shape[1]).to(job.ids.device)
 
     def forward(with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
@@ -261,13 +263,14 @@ def _prepare_port(job: _Job) -> tuple[Forward, str]:
 
 def _prepare_transformers(job: _Job) -> tuple[Forward, str]:
     """The unmodified transformers stage. Only its experts run in a form of fixed shape, which compilers need."""
+    from layerproof import loading
     from layerproof.experts import STATIC_EXPERTS, register
     from layerproof.transformers_stage import run_stage, stage_module
 
     register()
     directory, trust = job.runner.directory, job.runner.settings["trust_remote_code"]
-    model = checkpoint.meta_model(directory, trust, job.dtype, experts_implementation=STATIC_EXPERTS)
-    checkpoint.load_stage(model, job.stage, directory, job.description, torch.device("cpu"))
+    model = loading.meta_model(directory, trust, job.dtype, experts_implementation=STATIC_EXPERTS)
+    loading.load_stage(model, job.stage, directory, job.description, torch.device("cpu"))
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(job.ids.device))
     stage_input = None if job.stage == EMBED else job.x
 
@@ -275,6 +278,34 @@ def _prepare_transformers(job: _Job) -> tuple[Forward, str]:
         return run_stage(model, job.stage, stage_input, job.ids, job.valid, with_taps, forced)
 
     return forward, _kind(stage_module(model, job.stage), job.x)
+
+
+def _items(stage: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors that `convert` returned or yields.
+
+    Raises:
+        StageError: if it gives something else.
+    """
+    wrong = StageError(
+        f"{stage}: convert() must return the module's state dict, a dict of tensors by name, or yield its items."
+    )
+    items = state.items() if isinstance(state, Mapping) else state
+    if not isinstance(items, Iterable):
+        raise wrong
+    for item in items:
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[1], torch.Tensor):
+            raise wrong
+        yield item
+
+
+def _on_device(tensor: torch.Tensor, device: torch.device, hardware: str) -> torch.Tensor:
+    """The tensor on the XLA device; where that is the CPU it stays where it is, since a copy would take the memory twice."""
+    from torch_xla.utils import dlpack
+
+    aligned = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0  # XLA's own buffers begin so
+    if hardware == "CPU" and tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.numel() and aligned:
+        return dlpack.from_dlpack(tensor.detach())
+    return tensor.to(device)
 
 
 @contextlib.contextmanager

@@ -87,11 +87,12 @@ BIAS_SPREAD = 0.25
 BIAS_LIMIT = 0.40625
 
 
-def make(directory: Path, seed: int = 0, steps: int = STEPS) -> None:
+def make(directory: Path, seed: int = 0, steps: int = STEPS, form: str = "bf16") -> None:
     """Makes the checkpoint: `FILES` in `directory`, which is replaced if it exists.
 
     Equal seeds give equal bytes on one machine. The files are written to a sibling of `directory`, which is then
-    renamed, so a killed job leaves no half-written checkpoint. `steps` shortens the training, for tests.
+    renamed, so a killed job leaves no half-written checkpoint. `form` is bf16 or fp8; `steps` shortens the training, for
+    tests.
     """
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +102,10 @@ def make(directory: Path, seed: int = 0, steps: int = STEPS) -> None:
         tokenizer = build_tokenizer(text)
         model = train(tokenizer.encode(text).ids, seed, steps)
         save(model, tokenizer, made)
+        if form == "fp8":
+            from layerproof import fp8
+
+            fp8.quantize_checkpoint(made)
         if directory.exists():
             directory.rename(Path(temporary) / "replaced")
         made.rename(directory)

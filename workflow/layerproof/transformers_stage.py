@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from layerproof.checkpoint import parts_of
+from layerproof.loading import parts_of
 from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of
 from layerproof.taps import OUT, Edit, TapsDone, collecting, dense_weights, tap
 

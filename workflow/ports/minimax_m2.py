@@ -4,6 +4,8 @@ An example of what a port looks like; see docs/ports.md for the interface. Writt
 transformers' code, so that the two can be held against each other.
 """
 
+from collections.abc import Iterator, Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -209,17 +211,31 @@ LAYER_NAMES = {
 EXPERT_NAMES = {"moe.gate": "w1", "moe.up": "w3", "moe.down": "w2"}
 
 
-def convert(stage: Stage, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The released tensors of a stage as its module's state dict; experts are stacked, the router's bias stays fp32."""
+def convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The released tensors of a stage as its module's state; experts are stacked, the router's bias stays fp32."""
     if stage.layer is None:
         (weight,) = weights.values()
-        return {"weight": weight.to(stage.dtype)}
+        yield "weight", weight.to(stage.dtype)
+        return
     prefix = f"model.layers.{stage.layer}."
     moe = prefix + "block_sparse_moe."
-    state = {name: weights[prefix + source].to(stage.dtype) for source, name in LAYER_NAMES.items()}
-    state["moe.router_bias"] = weights[moe + "e_score_correction_bias"].float()
+    for source, name in LAYER_NAMES.items():
+        yield name, dequantized(weights, prefix + source, stage.dtype)
+    yield "moe.router_bias", weights[moe + "e_score_correction_bias"].float()
+    experts = stage.config["num_local_experts"]
     for name, matrix in EXPERT_NAMES.items():
-        experts = range(stage.config["num_local_experts"])
-        stacked = torch.stack([weights[f"{moe}experts.{expert}.{matrix}.weight"] for expert in experts])
-        state[name] = stacked.to(stage.dtype)
-    return state
+        first = dequantized(weights, f"{moe}experts.0.{matrix}.weight", stage.dtype)
+        stacked = first.new_empty(experts, *first.shape)
+        for expert in range(experts):  # into place, so that no expert is in memory twice
+            stacked[expert] = dequantized(weights, f"{moe}experts.{expert}.{matrix}.weight", stage.dtype)
+        yield name, stacked
+
+
+def dequantized(weights: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A released tensor in `dtype`: FP8 values times the scale of their block, if there are scales."""
+    weight = weights[name]
+    if f"{name}_scale_inv" not in weights:
+        return weight.to(dtype)
+    scales = weights[f"{name}_scale_inv"]
+    blocks = weight.float().unflatten(0, (scales.shape[0], -1)).unflatten(-1, (scales.shape[1], -1))
+    return (blocks * scales[:, None, :, None]).flatten(-2).flatten(0, 1).to(dtype)

@@ -3,7 +3,7 @@
 
 
 def checkpoint_spec(wildcards):
-    return spec("torch", "transformers", "tokenizers", seed=SETTINGS["model"]["seed"])
+    return spec("torch", "transformers", "tokenizers", seed=SETTINGS["model"]["seed"], form=SETTINGS["model"]["form"])
 
 
 def weights_spec(wildcards):

@@ -10,12 +10,12 @@ Adding one is adding such a function to the module that it belongs to. A fault t
 NotApplicable, most often by asking for a module that is not there; one that changes nothing at its tap explains nothing.
 """
 
-from layerproof.faults import attention, ends, experts, linear, norms, rotary, router, stream
+from layerproof.faults import attention, ends, experts, fp8, linear, norms, rotary, router, stream
 from layerproof.faults.golden_stage import Fault, GoldenStage, NotApplicable
 
 DICTIONARY: tuple[Fault, ...] = tuple(
     fault
-    for module in (norms, linear, rotary, attention, stream, router, experts, ends)
+    for module in (norms, linear, rotary, attention, stream, router, experts, fp8, ends)
     for fault in module.FAULTS.found
 )
 

@@ -73,7 +73,8 @@ class GoldenStage:
     """One stage of the golden, in its dtype or in fp32, that runs as it is or with faults.
 
     `x` is the stage's input [batch, seq, hidden], None for `embed`; `ids` int64 and `valid` bool are [batch, seq]. `load`
-    fills the weights of another stage into the model.
+    fills the weights of another stage into the model. `read` gives a parameter of this stage as it is loaded when those of
+    its tensors on disk whose names end as given are changed.
     """
 
     model: PreTrainedModel
@@ -82,6 +83,7 @@ class GoldenStage:
     ids: torch.Tensor
     valid: torch.Tensor
     load: Callable[[PreTrainedModel, str], None]
+    read: Callable[[str, str, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _edits: dict[str, Edit] = field(default_factory=dict)
     _attention: Callable[[Callable], Callable] | None = None
@@ -206,6 +208,15 @@ class GoldenStage:
         if new.shape != old.shape:
             raise NotApplicable(f"{name} would change its shape")
         self._stack.enter_context(with_weights(module, name, new))
+
+    def reload(self, module: nn.Module, name: str, ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Has a parameter replaced by what is loaded when its tensors on disk of this ending are changed."""
+        path = next(path for path, other in self.model.named_modules() if other is module)
+        try:
+            new = self.read(f"{path}.{name}", ending, change)
+        except StageError as error:
+            raise NotApplicable(str(error)) from error
+        self.weight(module, name, lambda old: new.to(old.dtype))
 
     def original(self, module: nn.Module, name: str) -> torch.Tensor:
         """A parameter or buffer as it was before any fault."""

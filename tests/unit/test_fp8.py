@@ -1,0 +1,63 @@
+"""The FP8 form of the release: what is written can be read again, by transformers and by the shipped port alike."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from layerproof import checkpoint, fp8, port, tiny
+from layerproof.files import read_json
+
+SIDES = st.sampled_from([1, 5, 96, 128, 256, 384])
+
+
+@given(SIDES, SIDES, st.integers(-30, 30), st.integers(0, 2**32 - 1))
+def test_a_value_times_its_scale_is_the_weight_up_to_a_rounding(rows, columns, exponent, seed):
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    weight[0, 0] = 0.0
+    values, scales = fp8.quantized(weight)
+    assert values.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+    assert scales.shape == (max(1, rows // 128), max(1, columns // 128))
+    found = dequantized(values, scales, torch.float32)
+    step = scales.repeat_interleave(rows // scales.shape[0], 0).repeat_interleave(columns // scales.shape[1], 1) * 2**-9
+    # Three bits of mantissa, and subnormal numbers in steps of 2^-9; one step of fp32 for the division.
+    assert ((found - weight).abs() <= torch.maximum(weight.abs() * 2**-4, step / 2) * (1 + 1e-6)).all()
+
+
+def dequantized(values, scales, dtype):
+    module = port.load_module("workflow/ports/minimax_m2.py")
+    return module.dequantized({"w": values, "w_scale_inv": scales}, "w", dtype)
+
+
+def test_zeros_stay_zeros():
+    values, scales = fp8.quantized(torch.zeros(128, 128))
+    assert not dequantized(values, scales, torch.bfloat16).any()
+
+
+def test_a_matrix_that_does_not_divide_into_blocks_is_refused():
+    with pytest.raises(ValueError, match="a side of 200 does not divide into blocks of 128"):
+        fp8.quantized(torch.zeros(128, 200))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    tiny.make(directory, steps=0, form="fp8")
+    return directory
+
+
+def test_the_default_checkpoint_in_the_form_of_the_release(directory):
+    assert sorted(path.name for path in directory.iterdir()) == sorted(tiny.FILES)
+    held = {
+        name: tensor for shard in checkpoint.shards(directory) for name, tensor in load_file(directory / shard).items()
+    }
+    index = read_json(directory / checkpoint.INDEX)["weight_map"]
+    assert set(index) == set(held)
+    quantized = {name for name, tensor in held.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert {name.removesuffix("_scale_inv") for name in held if name.endswith("_scale_inv")} == quantized
+    parts = {name.removesuffix(".weight").rpartition(".")[2] for name in quantized}
+    assert parts == {"q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3"}
+    kept = {tensor.dtype for name, tensor in held.items() if "gate" in name or "lm_head" in name or "norm" in name}
+    assert torch.float8_e4m3fn not in kept
+    assert read_json(directory / "config.json")["quantization_config"]["weight_block_size"] == [128, 128]
