@@ -69,6 +69,11 @@ def test_archive_verifies_and_shows_what_was_changed(workflow):
     (workflow.results / "extra.txt").unlink()
 
 
+def test_two_targets_of_one_rule_on_a_fresh_clone(tmp_path):
+    targets = "results/compare/layer_001.json results/compare/embed.json"
+    assert Workflow(tmp_path).run("-n", target=targets).text.count("rule compare_stage:") == 2
+
+
 MISTAKES = (
     "norm epsilon",
     "norm without weight",
