@@ -28,7 +28,6 @@ SETTINGS = {
     "attn_implementation": None,
     "experts_implementation": None,
     "trust_remote_code": False,
-    "compared": True,
 }
 
 
@@ -74,7 +73,7 @@ def make_model(
         output, noise = (directory / part / f"{stage}.h5" for part in ("golden", "noise"))
         for path in (output, noise):
             path.parent.mkdir(exist_ok=True)
-        settings = SETTINGS | {"attn_implementation": attention}
+        settings = SETTINGS | {"attn_implementation": attention, "compared": model.stages}
         before = [model.previous(stage, folder) for folder in ("golden", "noise")]
         golden.make_stage(stage, made, descriptions[stage], prompts, *before, output, noise, settings)
     return model

@@ -132,7 +132,7 @@ def test_one_layer_may_be_written_as_a_number():
 WRONG = {
     "unknown key": (changed(layer="all"), ["layer: is no key", 'Did you mean "layers"?']),
     "unknown nested key": (changed(port__modul="a.py"), ["port.modul: is no key", 'Did you mean "module"?']),
-    "unknown key like no other": (changed(golden__xyz=1), ["golden.xyz: is no key", "The keys are device, dtype"]),
+    "unknown key like no other": (changed(golden__xyz=1), ["golden.xyz: is no key", "The keys are mode, device_map"]),
     "number that is a text": (changed(inputs__max_tokens="512"), ["inputs.max_tokens: '512' must be integer"]),
     "text that is a number": (changed(port__module=3), ["port.module: 3 must be string", "Python file"]),
     "integer that is a boolean": (changed(model__seed=True), ["model.seed: True must be integer"]),

@@ -8,14 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from layerproof import checkpoint, fp8, golden, loading, tensors
-from layerproof.stages import all_stages, layer_of, previous_stage
-from layerproof.tokens import pad
+from layerproof import fp8, golden, loading, tensors
+from layerproof.stages import all_stages, layer_of
 from layerproof.transformers_stage import run_stage
 from models import CONFIGS, FP8, MORE, save
-
-SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False, "compared": True}
-TOKENS = pad([list(range(3, 23)), [5, 9, 2, 40, 41], [7] * 12], pad_id=0)
+from streaming import TOKENS, stream
 
 
 def whole_model(directory, dtype, **options):
@@ -36,27 +33,6 @@ def whole_model(directory, dtype, **options):
     with torch.no_grad():
         result = model(input_ids=torch.from_numpy(TOKENS.ids), attention_mask=torch.from_numpy(TOKENS.valid).long())
     return outputs | {"lm_head": result.logits}
-
-
-def stream(directory, results):
-    """Every stage by the golden's jobs, as the workflow calls them."""
-    layers = checkpoint.num_layers(checkpoint.read_config(directory))
-    stages = all_stages(layers)
-    descriptions, _ = loading.describe_stages(directory, stages, trust_remote_code=False)
-    for stage in stages:
-        previous = previous_stage(stage, layers)
-        before = [results / f"{previous}{ending}" if previous else None for ending in (".h5", ".noise.h5")]
-        golden.make_stage(
-            stage,
-            directory,
-            descriptions[stage],
-            TOKENS,
-            *before,
-            results / f"{stage}.h5",
-            results / f"{stage}.noise.h5",
-            SETTINGS,
-        )
-    return stages
 
 
 @pytest.mark.parametrize("model_type", CONFIGS | MORE)

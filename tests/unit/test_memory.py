@@ -8,10 +8,10 @@ from layerproof import checkpoint, fp8, golden, loading, port
 from layerproof.tokens import pad
 from models import COMMON
 
-SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False, "compared": True}
+STAGE = "layer_000"
+SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False, "compared": [STAGE]}
 TOKENS = pad([[3, 4, 5], [6, 7]], pad_id=0)
 WIDE = {"num_hidden_layers": 1, "num_local_experts": 64, "num_experts_per_tok": 2, "rotary_dim": 8, "hidden_size": 128}
-STAGE = "layer_000"
 
 
 class Peak:

@@ -70,26 +70,47 @@ def make_tokens(args: argparse.Namespace) -> None:
 
 
 def make_golden(args: argparse.Namespace) -> None:
-    previous, previous_noise = _only(args.previous), _only(args.noise)
+    """Stages of the golden in one process, each fed by the one before; of each its taps, and in a second file its noise."""
+    weights = {path.stem: path for path in args.weights}
+    wholes: list[Any] = []
+    setup: fingerprint.Seen = {}
+    tasks = []
+    before = _only(args.previous), _only(args.noise)
+    files = zip(args.outputs[: len(args.record)], args.outputs[len(args.record) :], strict=True)
+    for outputs, stamp, record in zip(files, args.stamp, args.record, strict=True):
+        stage = outputs[0].stem
+        compared = [stage] if stage in args.spec["compared"] else []
+        spec = args.spec | {"stage": stage, "compared": compared}
+        inputs = tuple(path for path in (weights[stage], args.tokens, args.config, *before) if path)
+        job = jobs.Job(args.verb, spec, stamp, inputs, outputs, record)
+        work = functools.partial(_run_golden_stage, args, wholes, setup, job, weights[stage], before)
+        tasks.append((job, work))
+        before = outputs
+    jobs.run_apart(tasks, _leave_error, setup)
+
+
+def _run_golden_stage(
+    args: argparse.Namespace,
+    wholes: list[Any],
+    setup: fingerprint.Seen,
+    job: jobs.Job,
+    weights: Path,
+    before: tuple[Path | None, Path | None],
+) -> None:
+    """Runs one stage, with the process's one whole model if that is how the golden runs; the first stage loads it."""
+    from layerproof import golden, tokens, whole
+
+    description, prompts = read_json(weights), tokens.Tokens.read(args.tokens)
+    if job.spec["mode"] == "whole" and not wholes:
+        with fingerprint.recording(setup):
+            wholes.append(whole.Whole.start(_checkpoint(args), prompts, job.spec))
     # Absolute, since code that comes with a checkpoint may change the directory.
-    targets = {"output": args.outputs[0].absolute(), "noise": args.outputs[-1].absolute()}
-
-    def work() -> None:
-        from layerproof import golden, tokens
-
-        golden.make_stage(
-            args.spec["stage"],
-            _checkpoint(args),
-            read_json(args.weights[0]),
-            tokens.Tokens.read(args.tokens),
-            previous,
-            previous_noise,
-            settings=args.spec,
-            **targets,
-        )
-
-    job = _job(args, [*args.weights, args.tokens, args.config, *args.previous, *args.noise])
-    jobs.run_apart([(job, work)], _leave_error)
+    output, noise = (path.absolute() for path in job.outputs)
+    golden.make_stage(
+        *(job.spec["stage"], _checkpoint(args), description, prompts, *before, output, noise),
+        settings=job.spec,
+        whole=wholes[0] if wholes else None,
+    )
 
 
 def make_port(args: argparse.Namespace) -> None:
@@ -375,7 +396,7 @@ def parser() -> argparse.ArgumentParser:
     job_verb("checkpoint", make_checkpoint, "Makes the default checkpoint, a small MiniMax-M2.", "inputs")
     job_verb("weights", make_weights, "Lists each stage's tensors in a checkpoint, with digests.", "inputs")
     job_verb("tokens", make_tokens, "Turns prompts into padded token ids.", "inputs")
-    job_verb("golden", make_golden, "Runs one stage of the golden.", "weights", "tokens", "config", "previous", "noise")
+    job_verb("golden", make_golden, "Runs stages of the golden.", "weights", "tokens", "config", "previous", "noise")
     job_verb(
         "port",
         make_port,

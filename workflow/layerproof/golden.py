@@ -20,6 +20,7 @@ from layerproof.taps import OUT, in_order
 from layerproof.tokens import Tokens
 from layerproof.transformers_stage import run_stage, stage_module
 from layerproof.variants import split, variants
+from layerproof.whole import Whole, device_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,20 +50,23 @@ def make_stage(
     output: Path,
     noise: Path,
     settings: Mapping[str, Any],
+    whole: Whole | None = None,
 ) -> None:
     """Runs a stage of the golden and writes `golden/TAP` in its dtype and `truth/TAP` in fp32; and to `noise` how far
     legitimate variants of it are from the truth, in a file of its own, which is no input of the port.
 
     The input is `golden/out` of the previous stage's file: the golden follows its own trajectory, and the truth of every
     stage starts from the same input. A variant follows its own too, `chained/out` of the noise files: how far it strays is
-    what a chain of a right port may. `settings` are the config's `golden` with `trust_remote_code`, and `compared`: a
-    stage that only feeds others is run without truth, noise and taps.
+    what a chain of a right port may. `settings` are the config's `golden` with `trust_remote_code`, and `compared`, the
+    stages that are: one that only feeds others is run without truth, noise and taps.
+
+    With the `whole` model the stage is run where its weights are, and its output is the one that it had when all ran; the
+    file's attribute `alone` is how far off it is alone (relative L2).
 
     Raises:
         StageError: if weights or input are missing or damaged.
     """
-    device = resolve_device(settings["device"])
-    dtype = getattr(torch, settings["dtype"])
+    device = device_of(whole.model, stage) if whole else resolve_device(settings["device"])
     stage_input = tensors.to_torch(tensors.read_stage_input(previous, "golden/out")).to(device) if previous else None
     ids, valid = torch.from_numpy(tokens.ids).to(device), torch.from_numpy(tokens.valid).to(device)
 
@@ -70,15 +74,19 @@ def make_stage(
         taps = run_stage(model, stage, stage_input, ids, valid)
         return {name: tensors.to_array(taps[name]) for name in in_order(taps)}
 
-    model = load(stage, directory, description, device, dtype, settings)
+    dtype = getattr(torch, settings["dtype"])
+    model = whole.model if whole else load(stage, directory, description, device, dtype, settings)
     golden = run(model, stage_input)
+    attributes: dict[str, Any] = {"stage": stage, "device": _device_name(device)}
+    if whole:
+        attributes["alone"] = whole.change(stage, tensors.to_torch(golden[OUT]))
+        golden[OUT] = tensors.to_array(whole.outputs[stage])
     strayed = golden[OUT]
     if previous_noise is not None:
         chained = tensors.to_torch(tensors.read_stage_input(previous_noise, "chained/out")).to(device)
         with split(model, device):
             strayed = run(model, chained)[OUT]
-    attributes = {"stage": stage, "device": _device_name(device)}
-    if not settings["compared"]:
+    if stage not in settings["compared"]:
         tensors.write(output, {"golden": {OUT: golden[OUT]}}, valid=tokens.valid, attributes=attributes)
         tensors.write_noise(noise, {}, [], strayed)
         return
@@ -132,6 +140,8 @@ def exact(
     held = _held(description, model.dtype)
     experts = _keep_experts(twin, stage, held, model.dtype)
     state = model.state_dict()
+    if any(state[name].is_meta for name in held):  # offloaded
+        state = load(stage, directory, description, device, model.dtype, settings).state_dict()
     loading.load_stage(twin, stage, directory, description, device, {name: state[name] for name in held})
     for module in experts:
         _widen_on_use(module)

@@ -116,24 +116,38 @@ def conversion(model: PreTrainedModel) -> tuple[list[WeightTransform], HfQuantiz
     Raises:
         UserError: if the checkpoint is quantised in a way that transformers cannot undo while it loads.
     """
-    config = model.config
+    dequantized = _dequantizing(model.config)
+    if dequantized is None:
+        return get_model_conversion_mapping(model), None
+    quantizer = AutoHfQuantizer.from_config(dequantized, pre_quantized=True)
+    return get_model_conversion_mapping(model, hf_quantizer=quantizer), quantizer
+
+
+def dequantizing(directory: Path, trust_remote_code: bool) -> Any:
+    """The `quantization_config` for `from_pretrained` with which it loads what is not quantised; None if nothing is.
+
+    Raises:
+        UserError: as `conversion` does.
+    """
+    return _dequantizing(AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code))
+
+
+def _dequantizing(config: Any) -> Any:
     settings = getattr(config, "quantization_config", None)
     settings = settings or getattr(config.get_text_config(decoder=True), "quantization_config", None)
     if settings is None:
-        return get_model_conversion_mapping(model), None
-    method = settings.get("quant_method")
+        return None
     try:
         dequantized = AutoQuantizationConfig.from_dict(dict(settings))
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"config.json: quantization_config: transformers cannot read it ({error}).") from error
     if not hasattr(dequantized, "dequantize"):
         raise UserError(
-            f"config.json: quantization_config: transformers cannot dequantise {method} while it loads. "
-            "Name a checkpoint in FP8 or one that is not quantised."
+            f"config.json: quantization_config: transformers cannot dequantize {settings.get('quant_method')} while it "
+            "loads. Name a checkpoint in FP8 or one that is not quantized."
         )
     dequantized.dequantize = True  # as users of a CPU get it, and without a look for a GPU
-    quantizer = AutoHfQuantizer.from_config(dequantized, pre_quantized=True)
-    return get_model_conversion_mapping(model, hf_quantizer=quantizer), quantizer
+    return dequantized
 
 
 def assign_stages(model: PreTrainedModel, names: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:

@@ -69,17 +69,17 @@ def run_stage(
             if index != layer:
                 stack.enter_context(_forward_replaced(module, _pass_through))
         if stage == EMBED:
-            stack.enter_context(_hooked(layers[0].register_forward_pre_hook(_end_with_input, with_kwargs=True)))
+            stack.enter_context(hooked(layers[0].register_forward_pre_hook(_end_with_input, with_kwargs=True)))
         elif stage == LM_HEAD:
             stack.enter_context(_forward_replaced(model.get_submodule(parts.norm), lambda hidden: stage_input))
         else:
             module = stage_module(model, stage)
             feed = _feeder(stage_input)
             # Before any hook that is there already: what changes the input changes this one.
-            stack.enter_context(_hooked(module.register_forward_pre_hook(feed, prepend=True, with_kwargs=True)))
+            stack.enter_context(hooked(module.register_forward_pre_hook(feed, prepend=True, with_kwargs=True)))
             if layer is not None and with_taps:
                 _add_taps(stack, module, token_ids.shape, attention)
-            stack.enter_context(_hooked(module.register_forward_hook(_end_with_output)))
+            stack.enter_context(hooked(module.register_forward_hook(_end_with_output)))
         try:
             result = model(input_ids=token_ids, attention_mask=valid.long(), use_cache=False)
             tap(OUT, result.logits)
@@ -114,25 +114,31 @@ def _end_with_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 def _end_with_output(module: nn.Module, args: tuple, output: Any) -> None:
-    tap(OUT, _first(output))
+    tap(OUT, first_of(output))
     raise TapsDone
 
 
-def _first(output: Any) -> torch.Tensor:
+def first_of(output: Any) -> torch.Tensor:
+    """The hidden states of what a module returns."""
     return output[0] if isinstance(output, tuple) else output
 
 
 @contextlib.contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
+    before = module.__dict__.get("forward")  # accelerate has put its own there if it moves what the module needs
     module.forward = forward
     try:
         yield
     finally:
-        del module.forward
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 @contextlib.contextmanager
-def _hooked(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
+def hooked(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
+    """A hook that is there inside the block."""
     try:
         yield
     finally:
@@ -146,7 +152,7 @@ def _add_taps(
     modules = dict(layer.named_modules())
     for path, name in MODULE_TAPS.items():
         if path in modules:
-            stack.enter_context(_hooked(modules[path].register_forward_hook(_module_tap(name, shape))))
+            stack.enter_context(hooked(modules[path].register_forward_hook(_module_tap(name, shape))))
     stack.enter_context(_attention_taps(attention))
     experts = modules.get("mlp.experts")
     router = modules.get("mlp.gate") or modules.get("mlp.router")
@@ -156,7 +162,7 @@ def _add_taps(
 
 def _module_tap(name: str, shape: torch.Size) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-        tensor = _first(output)
+        tensor = first_of(output)
         # Some models normalise q and k per head before the heads are moved behind the tokens, some after.
         dims = (1, 1) if tensor.shape[:2] == shape else (1, 2)
         tensor = _tap_moved(name, tensor, *dims)
@@ -247,4 +253,4 @@ def _add_router_taps(stack: contextlib.ExitStack, router: nn.Module, experts: nn
         return hidden, chosen.flatten(0, 1), weighted.gather(-1, chosen).flatten(0, 1).to(weights.dtype)
 
     stack.enter_context(_forward_replaced(router, in_steps))
-    stack.enter_context(_hooked(experts.register_forward_pre_hook(before_experts)))
+    stack.enter_context(hooked(experts.register_forward_pre_hook(before_experts)))

@@ -35,6 +35,7 @@ CHECKPOINT = CONFIG.checkpoint
 STAGES = CONFIG.stages
 ALL_STAGES = stages.all_stages(CONFIG.num_layers)
 CHAINS = CONFIG.chains
+GOLDEN = ALL_STAGES[: max(map(ALL_STAGES.index, STAGES)) + 1]
 BISECTED = stages.first_run(STAGES, CONFIG.num_layers)
 PACKAGES = package_versions()
 containers = {side: f"containers/{side}.sif" for side in ("golden", "port", "cpu")}
@@ -100,3 +101,12 @@ def chain_stamp_files(chain):
 def chain_stamps(chain):
     """One stamp for each stage: of a chain only the stages that changed, and those that they reach, run again."""
     return [stamp(f"chain_{chain}", f"results/chain/{chain}/{stage}.h5") for stage in CHAINS[chain]]
+
+
+def golden_stamp_files(wildcards):
+    return [stamp_file(f"results/golden/{stage}.h5", golden_spec(stage=stage)) for stage in GOLDEN]
+
+
+def golden_stamps(wildcards):
+    """One stamp for each stage: in one process too, only those that changed and those that they reach run again."""
+    return [stamp("golden_whole", f"results/golden/{stage}.h5") for stage in GOLDEN]

@@ -30,3 +30,35 @@ rule golden_stage:
         " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
         " --noise {input.noise:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+
+
+if SETTINGS["golden"]["mode"] == "whole":
+
+    ruleorder: golden_whole > golden_stage
+
+    rule golden_whole:
+        """All stages of the trusted model in one process, which holds it whole."""
+        input:
+            weights=expand("results/weights/{stage}.json", stage=GOLDEN),
+            tokens=rules.tokens.output.tokens,
+            config=CONFIG_JSON,
+            stamps=golden_stamp_files,
+        output:
+            tensors=update(expand("results/golden/{stage}.h5", stage=GOLDEN)),
+            noise=update(expand("results/noise/{stage}.h5", stage=GOLDEN)),
+            records=update(expand("results/records/golden/{stage}.json", stage=GOLDEN)),
+        log:
+            "results/logs/golden/whole.log",
+        benchmark:
+            "results/benchmarks/golden/whole.tsv"
+        container:
+            containers["golden"]
+        resources:
+            gpu=1,
+        params:
+            spec=golden_spec(compared=STAGES),
+            stamps=golden_stamps,
+        shell:
+            "python -m layerproof golden {output.tensors:q} {output.noise:q} --weights {input.weights:q}"
+            " --tokens {input.tokens:q} --config {input.config:q}"
+            " --spec {params.spec:q} --stamp {params.stamps} --record {output.records:q} > {log:q} 2>&1"

@@ -24,16 +24,20 @@ def tokens_spec(wildcards):
     )
 
 
-def golden_stage_spec(wildcards):
+def golden_spec(**settings):
     return spec(
         "torch",
         "transformers",
-        stage=wildcards.stage,
+        *(["accelerate"] if SETTINGS["golden"]["mode"] == "whole" else []),
         checkpoint_dir=CHECKPOINT,
         trust_remote_code=SETTINGS["model"]["trust_remote_code"],
-        compared=wildcards.stage in STAGES,
         **SETTINGS["golden"],
+        **settings,
     )
+
+
+def golden_stage_spec(wildcards):
+    return golden_spec(stage=wildcards.stage, compared=[stage for stage in STAGES if stage == wildcards.stage])
 
 
 def port_spec(**settings):

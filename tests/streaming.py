@@ -1,0 +1,30 @@
+"""The golden of a small checkpoint, stage by stage."""
+
+from layerproof import checkpoint, golden, loading
+from layerproof.stages import all_stages, previous_stage
+from layerproof.tokens import pad
+
+SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False}
+TOKENS = pad([list(range(3, 23)), [5, 9, 2, 40, 41], [7] * 12], pad_id=0)
+
+
+def stream(directory, results, whole=None):
+    """Every stage by the golden's jobs, as the workflow calls them."""
+    layers = checkpoint.num_layers(checkpoint.read_config(directory))
+    stages = all_stages(layers)
+    descriptions, _ = loading.describe_stages(directory, stages, trust_remote_code=False)
+    for stage in stages:
+        previous = previous_stage(stage, layers)
+        before = [results / f"{previous}{ending}" if previous else None for ending in (".h5", ".noise.h5")]
+        golden.make_stage(
+            stage,
+            directory,
+            descriptions[stage],
+            TOKENS,
+            *before,
+            results / f"{stage}.h5",
+            results / f"{stage}.noise.h5",
+            SETTINGS | {"compared": stages},
+            whole,
+        )
+    return stages
