@@ -99,6 +99,7 @@ def diagnosis(stage, *culprits, reason=None):
                 "tap": tap,
                 "forced": True,
                 "R": 40.0,
+                "at": None,
                 "cause": text and cause(text),
                 "nearest": None
                 if text

@@ -29,7 +29,7 @@ HEIGHT = 800
 def browser():
     chromium = shutil.which("chromium")
     if chromium is None:
-        pytest.fail("Chromium is not installed: run make setup")
+        pytest.fail("Chromium is not installed: run make setup-dev")
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
         yield launched

@@ -185,6 +185,8 @@ def _other_rules(out: dict[str, Any]) -> dict[str, bool]:
     fixed = out.get("fixed") or {}
     R, rel_l2 = out.get("R"), out.get("rel_l2")
     broken = out["status"] == "fail" and not out.get("count")
+    nonfinite = out.get("nonfinite", {}).get("port", {"nan": 0, "inf": 0})
+    broken = broken or bool(nonfinite["nan"] or nonfinite["inf"])  # which is in whatever they compute over all elements
     return {
         "fixed": broken or not all(fixed.values()) or not fixed,
         "cosine_pearson": broken or not (fixed.get("cosine") and fixed.get("pearson")),

@@ -41,6 +41,28 @@ def test_a_port_without_taps_is_diagnosed_by_its_output_alone(model, tmp_path):
     assert culprit["cause"]["R_explained"] < 1.5 < culprit["cause"]["runner_up"]["R_explained"]
 
 
+STRICT = "positions[:, None] >= positions", "positions[:, None] > positions"
+
+
+def test_a_mistake_is_named_by_what_it_does_where_the_port_is_not_nan(model, tmp_path):
+    """The first token sees nobody, so its softmax is over nothing."""
+    outcome = harness.run(model, STAGE, port_source(STRICT), tmp_path)
+    culprit = outcome.culprits[0]
+    assert culprit["tap"] == "attn.context" and culprit["cause"]["name"] == "causal_mask_shifted"
+    assert "are NaN or Inf" in culprit["findings"][0]
+    assert all(outcome.verdicts.values()), "NaN is in whatever other rules compute"
+
+
+def test_of_another_shape_no_fault_is_tried(model, tmp_path):
+    source = port_source()
+    line = next(line for line in source.splitlines() if line.startswith("        return x + self.mlp("))
+    (culprit,) = harness.run(
+        model, STAGE, port_source((line, f"{line}[..., :-1]".replace("x +", "x[..., :-1] +"))), tmp_path
+    ).culprits
+    assert (culprit["tap"], culprit["tried"], culprit["nearest"]) == ("out", 0, None)
+    assert culprit["findings"] == ["It has shape [3, 30, 63] where the golden has [3, 30, 64]."]
+
+
 def test_a_forced_run_that_failed_is_why_there_is_no_diagnosis(model, tmp_path):
     harness.run(model, STAGE, port_source(SIGMOID), tmp_path, diagnosed=False)
     files = diagnose.Files(

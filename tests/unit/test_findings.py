@@ -55,10 +55,10 @@ CASES = {
         "Only the even dims of each head are wrong.",
     ),
     "long positions": (scale(np.s_[:, 16:]), "Positions before 16 are right; 16 of 58 tokens are wrong."),
-    "one position": (scale(np.s_[:, 4]), "Only position 4 is wrong, in 3 prompts."),
+    "one position": (scale(np.s_[:, 4]), "Only position 4 is wrong, in prompts 0, 1 and 2."),
     "one prompt": (scale(np.s_[2]), "Only prompt 2 is wrong."),
     "first position right": (scale(np.s_[:, 1:]), "Only position 0 is right."),
-    "one token": (scale(np.s_[0, 7]), "Only position 7 is wrong, in 1 prompts."),
+    "one token": (scale(np.s_[0, 7]), "Only position 7 is wrong, in prompt 0."),
     "growing": (
         lambda port: port * (1 + 0.3 * (np.arange(SEQ)[:, None] / SEQ) ** 2),
         "The error grows with the position",
@@ -84,7 +84,7 @@ def test_the_last_token_of_each_prompt():
 def test_a_token_that_is_left_out_does_not_move_the_last_one():
     compared = VALID.copy()
     compared[:, 5] = False
-    assert said(scale(np.s_[:, 22]), compared=compared) == ["Only position 22 is wrong, in 2 prompts."]
+    assert said(scale(np.s_[:, 22]), compared=compared) == ["Only position 22 is wrong, in prompts 0 and 2."]
 
 
 def test_a_factor_near_one_is_told_with_the_digits_that_it_takes():
@@ -120,10 +120,28 @@ def test_padding_is_not_looked_at():
     assert said(scale(np.s_[1, 10:], 100.0)) == []
 
 
-@pytest.mark.parametrize("kind", ["int32", "another shape", "nothing valid"])
+@pytest.mark.parametrize("shift", [0.004, 0.02, 0.2])
+def test_of_one_token_that_is_wrong_in_all_its_channels_no_head_is_blamed(shift):
+    def change(port):
+        port[2, 9] += shift
+
+    assert [sentence for sentence in said(change) if "head" in sentence or "channel" in sentence] == []
+
+
+def test_of_one_token_that_is_wrong_in_one_head_the_head_is_told():
+    assert "Only head 3 of 8 is wrong." in said(scale(np.s_[2, 9, 48:64], 2.0))
+
+
+@pytest.mark.parametrize("kind", ["int32", "nothing valid"])
 def test_of_what_cannot_be_compared_nothing_is_said(kind):
     truth = np.zeros((1, 2, 4), np.int32 if kind == "int32" else np.float32)
-    port = truth[..., :3] if kind == "another shape" else truth
     dtype = "int32" if kind == "int32" else "float32"
     valid = np.full((1, 2), kind != "nothing valid")
-    assert findings(Tensor(port, dtype), Tensor(truth, dtype), valid, valid, None, None, None, LIMIT) == []
+    assert findings(*(Tensor(truth, dtype),) * 2, valid, valid, None, None, None, LIMIT) == []
+
+
+def test_another_shape_is_all_that_is_said():
+    truth, valid = np.zeros((1, 2, 4), np.float32), np.ones((1, 2), bool)
+    port, truth = Tensor(truth[..., :3], "float32"), Tensor(truth, "float32")
+    wrong = "It has shape [1, 2, 3] where the golden has [1, 2, 4]."
+    assert findings(port, truth, valid, valid, None, None, None, LIMIT) == [wrong]

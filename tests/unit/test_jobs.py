@@ -252,21 +252,23 @@ def test_job_killed_between_work_and_record_runs_again(job, tmp_path):
 )
 def test_current_job_imports_nothing_heavy(tmp_path, verb, files):
     (tmp_path / "layer_000.json").write_text("{}")
-    (tmp_path / "layer_000.h5").write_text("output")
-    spec = {"stage": "layer_000"}
+    outputs = ["layer_000.h5", "noise.h5"] if verb == "golden" else ["layer_000.h5"]
+    for output in outputs:
+        (tmp_path / output).write_text("output")
+    spec = {"stage": "layer_000", "compared": []}
     Record(
         verb=verb,
         spec=spec,
         stamp="new",
         inputs={"layer_000.json": sha256(tmp_path / "layer_000.json")},
-        outputs={"layer_000.h5": describe_output(tmp_path / "layer_000.h5")},
+        outputs={output: describe_output(tmp_path / output) for output in outputs},
         code={},
         error=None,
     ).write(tmp_path / "record.json")
     flags = [part for name in files for part in (f"--{name}", "layer_000.json")]
-    arguments = (verb, "layer_000.h5", *flags, "--spec", json.dumps(spec), "--record", "record.json")
+    arguments = (verb, *outputs, *flags, "--spec", json.dumps(spec), "--record", "record.json")
     outcome = layerproof(tmp_path, *arguments, options=("-X", "importtime"))
-    assert outcome.returncode == 0 and "layer_000.h5: up to date" in outcome.stdout, outcome.stderr[-2000:]
+    assert outcome.returncode == 0 and ": up to date" in outcome.stdout, outcome.stderr[-2000:]
     imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in outcome.stderr.splitlines() if "|" in line}
     assert "layerproof" in imported and not imported & HEAVY
 
@@ -279,6 +281,10 @@ LAST_WORDS = {
     "exit": ("sys.exit('no device')", "SystemExit at code.py:2: no device"),
     "interrupt": ("raise KeyboardInterrupt", "killed by SIGINT."),
     "recursion": ("f = lambda: f(); f()", "RecursionError at code.py:2: "),
+    "message of several lines": (
+        "raise RuntimeError('no kernel for\\n  this shape')",
+        "RuntimeError at code.py:2: no kernel for this shape",
+    ),
     "long message": ("raise ValueError('x' * 9999)", "ValueError at code.py:2: " + "x" * jobs.LONGEST_REASON),
     "message that cannot be read": (
         "raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})",

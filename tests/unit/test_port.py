@@ -117,6 +117,17 @@ def test_a_port_may_be_called_like_a_library(golden, tmp_path):
     assert failures(golden, tmp_path, "layer_001") == {}
 
 
+def test_a_port_that_gives_another_output_each_time_is_told(golden, tmp_path):
+    with pytest.raises(StageError, match="the port is not deterministic"):
+        run_edited(golden, tmp_path, MOE_OUT, then("out = out + torch.randn_like(out)"))
+
+
+def test_taps_that_change_the_output_are_told(golden, tmp_path):
+    with pytest.raises(StageError, match="taps change the stage's output"):
+        second = "MoE.calls = getattr(MoE, 'calls', 0) + 1; out = out * (1 + (MoE.calls % 2 == 0))"
+        run_edited(golden, tmp_path, MOE_OUT, then(second))
+
+
 def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):
     choice = 'tap("router.choice", choice.sort(-1).values.int())'
     assert run_edited(golden, tmp_path, choice, choice.replace("int()", "to(torch.uint8)")) == {}

@@ -47,6 +47,18 @@ def test_a_pass_names_its_scope_and_how_close_it_came():
     assert covered == "4 kinds of stage × 2 prefill lengths × 5 taps, where a stage has them"
 
 
+def test_the_margin_of_a_pass_is_that_of_its_worst_group_too():
+    comparisons, chains = reports.good()
+    tap = comparisons[1]["taps"]["mlp.out"]
+    tap |= {"band": {"weighted": 2.0, "token": 3.0}, "weighted_R": 1.5, "worst_token": {"index": [0, 3], "R": 5.7}}
+    _, margin, _ = sentences(comparisons, chains)
+    stage = comparisons[1]["stage"]
+    assert margin.startswith(
+        f"mlp.out of {stage} comes nearest to its limit, with 95 % of the error that is allowed at token [0,3]. More than "
+        "1.5 times what legitimate variants of the golden reach at a tap would have failed, and more than 2 times"
+    )
+
+
 def test_a_pass_does_not_claim_taps_that_it_never_saw():
     headline, *_ = sentences([reports.compared("layer_000", missing=("mlp.gate", "mlp.up"))])
     assert "1 stage and 5 taps agree" in headline and "2 taps could not be looked at" in headline
@@ -90,9 +102,24 @@ def test_an_error_names_the_stage_and_the_message_before_those_that_follow_from_
         reports.stopped("layer_000", "no input, because an earlier stage failed", "missing"),
         reports.stopped("layer_001", "RuntimeError at port.py:9: out of memory"),
     ]
-    headline, rest = sentences(comparisons)
-    assert headline == "layer_001 could not be compared (and 1 more): RuntimeError at port.py:9: out of memory."
-    assert rest == "The other 1 stage passes."
+    headline, more, rest = sentences(comparisons)
+    assert headline == "layer_001 could not be compared: RuntimeError at port.py:9: out of memory."
+    assert (more, rest) == ("Nor could 1 more stage.", "The other 1 stage passes.")
+
+
+def test_errors_are_told_by_their_reason_and_before_what_goes_wrong_behind_them():
+    comparisons = [
+        reports.stopped("embed", "embed: no table"),
+        reports.stopped("layer_000", "layer_000: the port is not deterministic"),
+        reports.stopped("layer_001", "layer_001: the port is not deterministic"),
+        reports.compared("layer_002", wrong=("out",)),
+    ]
+    assert sentences(comparisons)[:3] == [
+        "embed could not be compared: no table.",
+        "layer_000 to layer_001 could not be compared: the port is not deterministic.",
+        "layer_002 is the first of those that ran that goes wrong, at out: R is "
+        f"{comparisons[3]['taps']['out']['R']:.3g} where 1.5 is allowed.",
+    ]
 
 
 @pytest.mark.parametrize("comparisons", [[], [reports.stopped("layer_000", "it is gone")]], ids=["no stage", "no tap"])
@@ -124,17 +151,57 @@ def test_a_cause_is_told_with_how_well_it_explains_and_how_well_the_next_does():
 
 def test_a_stage_without_a_cause_tells_where_its_error_is_and_what_is_nearest():
     comparisons = [reports.compared("layer_000", wrong=("attn.q_rot", "out"))]
-    headline, finding, nearest, *_ = sentences(
+    headline, because, nearest, *_ = sentences(
         comparisons, diagnoses=[reports.diagnosis("layer_000", ("attn.q_rot", None))]
     )
-    assert re.match(
-        r"layer_000 is the first that goes wrong, at attn.q_rot: R is \d\d.\d where 1.5 is allowed", headline
-    )
-    assert finding == "Only head 1 of 8 is wrong."
+    assert headline == "layer_000 is the first that goes wrong, at attn.q_rot: only head 1 of 8 is wrong."
+    assert re.fullmatch(r"R is \d\d.\d where 1.5 is allowed\.", because)
     assert nearest == (
         "None of the 20 known mistakes that were tried explains it; the nearest, as if the port had turned q the other way, "
         "leaves R 19.9."
     )
+
+
+def test_nan_is_told_also_where_a_cause_is_known():
+    comparisons = [reports.compared("layer_000", wrong=("router.scores", "out"))]
+    reason = "the port is NaN at [0,0,1] where the golden is finite and the truth is finite (9 such elements)"
+    tap = comparisons[0]["taps"]["router.scores"]
+    tap["reason"] = reason
+    tap["nonfinite"]["port_differs"]["count"] = 9
+    headline, because, *_ = sentences(
+        comparisons, diagnoses=[reports.diagnosis("layer_000", ("router.scores", SOFTMAX))]
+    )
+    assert f"as if the port had {SOFTMAX}" in headline
+    assert because == f"Where it is not NaN or Inf, that is. T{reason[1:]}."
+    headline, *_ = sentences(comparisons, diagnoses=[reports.diagnosis("layer_000", ("router.scores", None))])
+    assert headline == f"layer_000 is the first that goes wrong, at router.scores: {reason}."
+
+
+def test_a_fault_that_is_not_near_is_not_told_of():
+    diagnosis = reports.diagnosis("layer_000", ("attn.q_rot", None))
+    diagnosis["culprits"][0]["nearest"] = None
+    comparisons = [reports.compared("layer_000", wrong=("attn.q_rot", "out"))]
+    said = sentences(comparisons, diagnoses=[diagnosis])
+    assert "None of the 20 known mistakes that were tried explains it or comes near." in said
+    diagnosis["culprits"][0] |= {"tried": 0, "findings": ["It has shape [1, 2] where the golden has [2, 1]."]}
+    assert not [sentence for sentence in sentences(comparisons, diagnoses=[diagnosis]) if "known mistake" in sentence]
+
+
+def test_every_mistake_of_another_stage_is_told():
+    comparisons = [reports.compared(stage, wrong=("attn.q", "out")) for stage in ("layer_000", "layer_001")]
+    twice = ("attn.q", "no bias"), ("attn.k", "no bias"), ("mlp.out", "gate and up swapped")
+    diagnoses = [reports.diagnosis("layer_000", ("attn.q", SOFTMAX)), reports.diagnosis("layer_001", *twice)]
+    assert (
+        "layer_001 fails at attn.q and attn.k, as if the port had no bias; and at mlp.out, as if the port had gate and up "
+        "swapped." in sentences(comparisons, diagnoses=diagnoses)
+    )
+
+
+def test_a_cause_that_leaves_nothing_explains_exactly():
+    diagnosis = reports.diagnosis("layer_000", ("router.scores", SOFTMAX))
+    diagnosis["culprits"][0]["cause"]["R_explained"] = 2e-5
+    comparisons = [reports.compared("layer_000", wrong=("router.scores", "out"))]
+    assert "(explains it exactly; next best 41.0)" in sentences(comparisons, diagnoses=[diagnosis])[0]
 
 
 def test_what_else_is_wrong_is_told_once_for_all_stages_that_are_wrong_alike():
@@ -168,7 +235,9 @@ def test_the_page_shows_each_culprit_and_what_all_causes_together_explain():
         reports.diagnosis("layer_001", reason="the port ran out of memory"),
     ]
     text = words(render(comparisons, diagnoses=diagnoses))
-    assert f"router.scores : Wrong of itself, R 40.0. As if the port had {SOFTMAX} (router_softmax; explains it" in text
+    wrong = "Wrong of itself, R 40.0 with the golden&#39;s taps before it."
+    assert f"router.scores : {wrong} As if the port had {SOFTMAX} (router_softmax; explains it" in text
+    assert "out : Wrong too, though the mistakes named account for the output" in text
     assert "With this mistake put in, the golden gives the port&#39;s output: R 0.970." in text
     assert "Not diagnosed: the port ran out of memory." in text
 
@@ -176,12 +245,19 @@ def test_the_page_shows_each_culprit_and_what_all_causes_together_explain():
 # What was not looked at
 
 
+def test_layers_that_were_left_out_are_told_if_there_are_any():
+    everything, _ = reports.good()
+    assert "Layers other than" not in words(render(everything, layers="0-1"))
+    gap = [one for one in everything if one["stage"] != "layer_001"] + [reports.compared("layer_002")]
+    for some in (gap, everything[1:2]):
+        assert "Layers other than 0,2 were not compared" in words(render(some, layers="0,2"))
+
+
 def test_what_was_not_compared_is_listed_with_its_reason():
     text = words(render(*reports.bad(), layers="0-1"))
     for sentence in (
         "mlp.gate of layer_000 not compared: the port hands no tensor over for this tap.",
         "layer_001 not compared: ValueError at port.py:7: no weights.",
-        "Layers other than 0-1 were not compared",
         "Chain all ends at layer_001: the port ran out of memory.",
         "Chains are reported, but their R and gain do not decide the verdict.",
     ):

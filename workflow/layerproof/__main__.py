@@ -266,7 +266,10 @@ def make_bisection(args: argparse.Namespace) -> None:
         runner = port.Runner.start(_checkpoint(args), prompts, args.spec)
         run = functools.partial(port.run_chain, runner, descriptions, fed)
         content = bisect.bisect(args.spec["stages"], run, golden, noise, prompts.valid)
-        write_json(output, content)
+        left_out = args.spec["left_out"]  # chains have no gap
+        if left_out:
+            print(f"{', '.join(left_out)}: behind a gap in layers (config.yaml), so not looked at")
+        write_json(output, content | {"left_out": left_out})
 
     jobs.run(_job(args, [*args.golden, *args.noise, *args.weights, args.tokens, args.config, *args.previous]), work)
 

@@ -22,7 +22,7 @@ from layerproof.compare import compare_taps
 from layerproof.experts import EXPERT_BY_EXPERT, register
 from layerproof.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
 from layerproof.findings import findings
-from layerproof.metrics import R_MAX, Tensor, judge
+from layerproof.metrics import R_MAX, Tensor, deciding, is_finite, judge
 from layerproof.noise import CHOICE, Noise, measure, noise_of_taps
 from layerproof.routing import AFTER_ROUTER, experts_chosen, flips
 from layerproof.taps import OUT, in_order, unseen_before
@@ -32,6 +32,9 @@ from layerproof.verdicts import undiagnosed
 
 PAIRED = 6
 """Of how many of the best single faults pairs with all others are tried."""
+
+NEAR = 2.0
+"""A fault that does not explain a tap is told of if it leaves less than this part of the port's own R."""
 
 Taps = dict[str, torch.Tensor]
 
@@ -79,10 +82,12 @@ class _Attempt:
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(fault.name for fault in self.faults))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, tap: str) -> dict[str, Any]:
+        """Of faults that were tried at this tap; of one that would show before it, if it were handed over, says where."""
+        texts = [fault.text if fault.tap == tap else f"{fault.text} (at {fault.tap})" for fault in self.faults]
         return {
             "name": "+".join(self.names),
-            "text": " and ".join(fault.text for fault in self.faults),
+            "text": " and ".join(texts),
             "R_explained": self.R,
         }
 
@@ -101,7 +106,8 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
     """The content of results/diagnosis/STAGE.json for a stage whose comparison fails.
 
     `culprits`: taps at which the port goes wrong of itself, in the order that data flows, each with `tap`, `forced` (False
-    for the first tap that fails where none does when forced), `R` of that run, `cause` (`name`, `text`, `R_explained`,
+    for the first tap that fails where none does when forced), `R` of that run that decides, the group that it is `at` (None:
+    the whole tap), `cause` (`name`, `text`, `R_explained`,
     `runner_up`) or None, `tried` (how many faults), `nearest`, the best of them if none explains, and `findings`, sentences
     on where its error is. `together`: the causes, and R of the port's isolated output against the golden with all of them.
 
@@ -195,15 +201,19 @@ def _explain(
     bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool
 ) -> tuple[dict[str, Any], tuple[Fault, ...]]:
     """A culprit, and the faults that explain it: the best of those that may show at this tap first."""
-    attempts = _attempts(bench, tap)
+    # No fault changes a shape.
+    attempts = _attempts(bench, tap) if bench.port[tap].shape == bench.truth[tap].shape else []
     best = attempts[0] if attempts and attempts[0].explains else None
-    runner_up = next((one.summary() for one in attempts if best and one.names != best.names), None)
+    near = attempts[0] if attempts and not best and _own_R(result) / NEAR > attempts[0].R else None
+    runner_up = next((one.summary(tap) for one in attempts if best and one.names != best.names), None)
+    R, _, where = deciding(result, bench.limit) if result.get("R") is not None else (None, None, None)
     culprit = {
         "tap": tap,
         "forced": forced,
-        "R": result.get("weighted_R") or result.get("R"),
-        "cause": best.summary() | {"runner_up": runner_up} if best else None,
-        "nearest": attempts[0].summary() if attempts and not best else None,
+        "R": R,
+        "at": where,
+        "cause": best.summary(tap) | {"runner_up": runner_up} if best else None,
+        "nearest": near.summary(tap) if near else None,
         "tried": len({fault for attempt in attempts for fault in attempt.faults}),
         "findings": findings(
             bench.port[tap],
@@ -217,6 +227,13 @@ def _explain(
         ),
     }
     return culprit, best.faults if best else ()
+
+
+def _own_R(result: Mapping[str, Any]) -> float:
+    """R of a tap as attempts have it: of floats in units of the noise, of integers the tokens that differ."""
+    if result.get("kind") == "exact":
+        return float(result["mismatches"]["port_truth"])
+    return float(result.get("weighted_R") or result.get("R") or R_MAX)
 
 
 def _head_dim(bench: _Bench, tap: str) -> int | None:
@@ -288,12 +305,24 @@ def _judge(
     else:
         noise = None
     left_out = bench.valid & ~noise.compared if noise else None
-    result = judge(port, rounded, exact, bench.valid, bench.limit, left_out, noise)
+    valid = bench.valid & _mostly_finite(port, bench.valid)
+    result = judge(port, rounded, exact, valid, bench.limit, left_out, noise)
     R = result.get("weighted_R") if result["kind"] == "float" else result["mismatches"]["port_truth"]
     if R is None or not result["count"]:
         return _Attempt(faults, R_MAX, explains=False)
-    own = judge(rounded, rounded, exact, bench.valid, bench.limit, left_out, noise)["weighted_R"] if noise else 1.0
+    own = judge(rounded, rounded, exact, valid, bench.limit, left_out, noise)["weighted_R"] if noise else 1.0
     return _Attempt(faults, float(R) / max(own, 1.0), result["status"] == "pass")
+
+
+def _mostly_finite(port: Tensor, valid: np.ndarray) -> np.ndarray:
+    """The tokens without NaN and Inf, bool [batch, seq], if they are most of the valid ones; else all tokens.
+
+    A mistake that divides by nothing at some tokens is told by what it does at the others.
+    """
+    if port.kind != "float" or port.shape[:2] != valid.shape:
+        return np.ones_like(valid)
+    finite = np.all(is_finite(port.floats(port.data[...])).reshape(*valid.shape, -1), axis=-1)
+    return finite if 2 * int((finite & valid).sum()) > int(valid.sum()) else np.ones_like(valid)
 
 
 def _together(bench: _Bench, faults: tuple[Fault, ...]) -> dict[str, Any] | None:

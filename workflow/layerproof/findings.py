@@ -7,7 +7,7 @@ heads, halves of a head, channels, shards, experts. If a few groups of a kind ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,17 @@ class _Errors:
     position: np.ndarray
     last: np.ndarray
     limit: float
+
+    def where_wrong(self) -> _Errors:
+        """The same at the wrong tokens alone, if there are any: of the right ones nothing is to be said."""
+        tokens, wrong = self.wrong(np.arange(len(self.units)), 0)
+        if not 0 < len(wrong) < len(tokens):
+            return self
+        return replace(
+            self,
+            units=self.units[wrong],
+            **{name: getattr(self, name)[wrong] for name in ("prompt", "position", "last")},
+        )
 
     def wrong(self, groups: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """All groups, and those with an R beyond the limit; `groups` numbers the tokens (axis 0) or the features (1)."""
@@ -56,7 +67,9 @@ def findings(
     heads that the features consist of, if they do; `experts`, bool [batch, seq, experts], which token goes to which;
     `limit` the largest R that passes.
     """
-    if port.kind != "float" or port.shape != truth.shape or not compared.any():
+    if port.shape != truth.shape:
+        return [f"It has shape {list(port.shape)} where the golden has {list(truth.shape)}."]
+    if port.kind != "float" or not compared.any():
         return []
     tokens = int(compared.sum())
     mine, exact = (tensor.floats(tensor.data[...])[compared].reshape(tokens, -1) for tensor in (port, truth))
@@ -76,7 +89,7 @@ def findings(
     sentences = [
         *(_scale(mine, exact, units, limit) if errors.units.mean() > limit**2 else []),
         *_tokens(errors),
-        *_features(errors, head_dim),
+        *_features(errors.where_wrong(), head_dim),
         *(_experts(errors, experts[compared]) if experts is not None else []),
     ]
     return sentences[:MOST]
@@ -117,7 +130,7 @@ def _tokens(errors: _Errors) -> list[str]:
     if errors.last[wrong].all():
         return [f"Only the last token of {_of('prompt', np.unique(prompts))} is wrong."]
     if len(np.unique(positions)) == 1:
-        return [f"Only position {positions[0]} is wrong, in {len(wrong)} prompts."]
+        return [f"Only position {positions[0]} is wrong, in {_of('prompt', prompts)}."]
     first = positions.min()
     after = errors.position >= first
     if first > 1 and 2 * len(wrong) > after.sum() and not after.all():
@@ -150,7 +163,8 @@ def _features(errors: _Errors, head_dim: int | None) -> list[str]:
     count = errors.units.shape[1]
     numbers = np.arange(count)
     channels, wrong = errors.wrong(numbers, 1)
-    if 0 < len(wrong) <= min(FEW, len(channels) // 8):
+    # In a few tokens, single channels are beyond the limit by chance where all are wrong.
+    if len(errors.units) >= FEW and 0 < len(wrong) <= min(FEW, len(channels) // 8):
         return [f"Only {_of('channel', wrong)} of {count} {'is' if len(wrong) == 1 else 'are'} wrong."]
     found = []
     if head_dim and count % head_dim == 0:

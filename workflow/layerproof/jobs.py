@@ -207,7 +207,7 @@ def _as_stage_error(exception: BaseException) -> StageError:
         text = str(exception).strip()
     except Exception:
         text = "its message cannot be read"
-    message = text.splitlines()[0][:LONGEST_REASON] if text else "no message"
+    message = " ".join(text.split())[:LONGEST_REASON] if text else "no message"
     frames = [frame for frame in traceback.extract_tb(exception.__traceback__) if "site-packages" not in frame.filename]
     users = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
     where = next((f" at {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(users or frames)), "")

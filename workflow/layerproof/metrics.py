@@ -22,7 +22,7 @@ CHUNK_ELEMENTS = 1 << 19  # elements of one tensor held at a time; a single toke
 MAX_BLOCKS = 64  # channel blocks of a tap
 R_MAX = 1e9  # stands for infinity in R
 LIMIT = 1.5  # largest R that passes, in units of the band
-GROUP_LIMIT = 4 / 3  # times the limit, for the worst group: at LIMIT a mistake in one group shows at twice the noise
+GROUP_LIMIT = 4 / 3  # times the limit, for the worst group: at LIMIT it may be twice as far off as in any variant
 
 # Router near-ties flip a few choices in any legitimate variant, even where the golden happens to flip none. So this
 # share of the tokens, and always one token, may differ from the truth beyond what the golden explains. A first rule, to
@@ -364,17 +364,23 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
             f"{what} is {R:.4g}, above the limit of {allowed:.4g}; "
             f"the worst token is {_brackets(token['index'])} with R {token['R']:.4g}"
         )
-    for kind, reached in band.items():
-        worst = result.get(f"worst_{kind}")
-        allowed = limit * GROUP_LIMIT * reached
-        if worst and not worst["R"] <= allowed:
-            index = worst["index"]
-            where = _brackets(index) if isinstance(index, list) else f"{index}"
-            return (
-                f"R is {worst['R']:.4g} at {kind} {where}, above the limit of {allowed:.4g} for the worst {kind}; "
-                f"over all R is {result['R']:.4g}"
-            )
+    for kind, R, allowed in group_limits(result, limit):
+        if not allowed >= R:  # as NaN is not
+            above = f"R is {R:.4g} at {place(result, kind)}, above the limit of {allowed:.4g} for the worst {kind}"
+            return f"{above}; over all R is {result['R']:.4g}"
     return None
+
+
+def group_limits(result: Mapping[str, Any], limit: float) -> list[tuple[str, float, float]]:
+    """Of a tap of floats with bands: kind, R of the worst group of this kind, and the largest that passes."""
+    found = [(kind, result.get(f"worst_{kind}"), reached) for kind, reached in (result["band"] or {}).items()]
+    return [(kind, worst["R"], limit * GROUP_LIMIT * reached) for kind, worst, reached in found if worst]
+
+
+def place(result: Mapping[str, Any], kind: str) -> str:
+    """Name of the worst group of a kind: `token [0,3]`, `head 2`."""
+    index = result[f"worst_{kind}"]["index"]
+    return f"{kind} {_brackets(index) if isinstance(index, list) else index}"
 
 
 def decisive(result: Mapping[str, Any], limit: float) -> tuple[float | None, float]:
@@ -387,6 +393,19 @@ def decisive(result: Mapping[str, Any], limit: float) -> tuple[float | None, flo
     if "weighted" in band:
         return result["weighted_R"], limit * band["weighted"]
     return result["R"], limit
+
+
+def deciding(result: Mapping[str, Any], limit: float) -> tuple[float | None, float, str | None]:
+    """R of a tap of floats that fails it, the largest that passes, and which group it is of, None for the whole tap.
+
+    If no R fails it, those of the whole tap.
+    """
+    R, allowed = decisive(result, limit)
+    if R is None or allowed >= R:
+        for kind, group_R, group_allowed in group_limits(result, limit):
+            if group_R > group_allowed:
+                return group_R, group_allowed, place(result, kind)
+    return R, allowed, None
 
 
 def _exact_reason(result: dict[str, Any], limit: float) -> str | None:
@@ -832,7 +851,13 @@ def by_expert(tokens: np.ndarray, count: np.ndarray, experts: np.ndarray) -> tup
 
 
 def _fixed(result: dict[str, Any]) -> dict[str, bool | None]:
-    """The thresholds in common use. They are known to pass bugs and to fail noise; reported, never decisive."""
+    """The thresholds in common use. They are known to pass bugs and to fail noise; reported, never decisive.
+
+    None holds of NaN or Inf, which whoever computes them over all elements gets from one such element.
+    """
+    names = ("max_abs", "mean_abs", "close", "cosine", "pearson")
+    if any(result["nonfinite"][side][what] for side in ("port", "golden") for what in ("nan", "inf")):
+        return dict.fromkeys(names, False)
 
     def holds(value: float | None, least: float = -math.inf, most: float = math.inf) -> bool | None:
         return None if value is None else bool(least < value < most)

@@ -138,6 +138,13 @@ def make_stage(
         tapped = _on_host(forward(True))
     change = _relative_change(plain[OUT], tapped[OUT])
     if change > 2**-8:
+        with torch.no_grad():
+            again = _relative_change(plain[OUT], _on_host(forward(False))[OUT])
+        if again:
+            raise StageError(
+                f"{stage}: two runs on the same input differ (relative L2 {again:.2g}); the port is not deterministic. "
+                "Take out what is random, such as dropout, or give it a seed in forward."
+            )
         raise StageError(f"{stage}: taps change the stage's output (relative L2 {change:.2g}); they cannot be trusted.")
     taps = {name: tensors.to_array(_storable(tensor)) for name, tensor in (tapped | plain).items()}
     facts = {"device": runner.environment.hardware, "kind": kind, "taps_change_output": change}

@@ -25,6 +25,10 @@ from layerproof.taps import OUT, in_order
 Comparison = Mapping[str, Any]
 
 NOT_COMPARED = ("error", "missing")
+EXACT = 0.01
+"""Below this R a cause is said to explain a tap exactly: the port's error is next to nothing beside a rounding."""
+SHOWN = 3
+"""Reasons why stages could not run that the verdict gives."""
 FIXED = {
     "max_abs": f"max abs < {metrics.FIXED_MAX_ABS:g}",
     "mean_abs": f"mean abs < {metrics.FIXED_MEAN_ABS:g}",
@@ -98,12 +102,15 @@ def verdict_sentences(
         failed = sum(comparison["status"] == "fail" for comparison in comparisons)
         counts = f"{failed} of {_count(len(comparisons), 'stage')} {'fails' if failed == 1 else 'fail'}."
         culprits = {diagnosis["stage"]: diagnosis["culprits"] for diagnosis in diagnoses if diagnosis["culprits"]}
+        order = [comparison["stage"] for comparison in comparisons]
+        before = [one for one in stopped if order.index(one["stage"]) < order.index(culprit["stage"])]
         return [
+            *(_first_stopped(before) if before else []),
             *_culprit(culprit, comparisons, culprits.get(culprit["stage"], []), limit),
             *_other_culprits(culprit["stage"], culprits),
             counts,
             *_passing_on(culprit["stage"], comparisons, chains),
-            *_first_stopped(stopped),
+            *_first_stopped([one for one in stopped if one not in before]),
         ]
     if not agreeing:
         return ["Nothing was compared, so nothing is known of the port.", *_first_stopped(stopped)]
@@ -140,35 +147,60 @@ def _culprit(
 ) -> list[str]:
     """The first culprit with its cause, or with what is known of its error, and what else is wrong in its stage."""
     stage, name = first["stage"], first["tap"]
+    order = [comparison["stage"] for comparison in comparisons]
+    ran = all(one["status"] not in NOT_COMPARED for one in comparisons[: order.index(stage)])
+    where = f"{stage} is the first {'' if ran else 'of those that ran '}that goes wrong, at {name}"
+    tap = comparisons[order.index(stage)]["taps"][name]
     if not culprits or not culprits[0]["cause"]:
-        tap = next(comparison["taps"][name] for comparison in comparisons if comparison["stage"] == stage)
-        R, allowed = metrics.decisive(tap, limit) if tap.get("R") is not None else (None, limit)
-        because = tap["reason"] or f"it is wrong by R {number(culprits[0]['R'])} where its input is right"
-        if R is not None and allowed < R:
-            because = f"R is {_above(R, allowed)} where {allowed:.4g} is allowed"
-        known = [*culprits[0]["findings"], *_nearest(culprits[0])] if culprits else []
-        sentences = [f"{stage} is the first that goes wrong, at {name}: {_stopped(because)}", *known]
+        because = _because(tap, culprits, limit)
+        located, *more = culprits[0]["findings"] if culprits and not _nonfinite(tap) else [None]
+        located = None if tap["status"] == "fail" and tap.get("count") == 0 else located  # then the reason says so
+        known = [because, *more] if located else more
+        sentences = [f"{where}: {_lower(located or because)}", *known, *(_nearest(culprits[0]) if culprits else [])]
     else:
         cause = culprits[0]["cause"]
-        sentences = [
-            f"{stage} is the first that goes wrong, at {name}: it behaves as if the port had {cause['text']} "
-            f"({_explained(cause)})."
-        ]
+        sentences = [f"{where}: it behaves as if the port had {cause['text']} ({_explained(cause)})."]
+        sentences += (
+            [f"Where it is not NaN or Inf, that is. {_because(tap, culprits, limit)}"] if _nonfinite(tap) else []
+        )
     return sentences + _in_the_same_stage(culprits)
+
+
+def _because(tap: Mapping[str, Any], culprits: Sequence[Mapping[str, Any]], limit: float) -> str:
+    """What made a tap fail, as a sentence."""
+    R, allowed, where = metrics.deciding(tap, limit) if tap.get("R") is not None else (None, limit, None)
+    because = tap["reason"] or f"it is wrong by R {number(culprits[0]['R'])} where its input is right"
+    if R is not None and allowed < R and not _nonfinite(tap):
+        because = f"R is {_above(R, allowed)}{f' at {where}' if where else ''} where {allowed:.4g} is allowed"
+    return _stopped(because[0].upper() + because[1:])
+
+
+def _nonfinite(tap: Mapping[str, Any]) -> bool:
+    """Whether a tap fails by NaN or Inf, which its reason then tells."""
+    found = tap.get("nonfinite")
+    return bool(found and (found["port_differs"]["count"] or found["reference_differs"]["count"]))
+
+
+def _lower(sentence: str) -> str:
+    """A sentence as it goes on behind a colon; R and NaN stay."""
+    return sentence if sentence[:2] in ("R ", "Na") else sentence[0].lower() + sentence[1:]
 
 
 def _explained(cause: Mapping[str, Any]) -> str:
     """How well a cause explains its tap, and how well the next does."""
     runner_up = cause["runner_up"]
-    best = f"explains it to R = {number(cause['R_explained'])}"
+    exact = cause["R_explained"] < EXACT
+    best = "explains it exactly" if exact else f"explains it to R = {number(cause['R_explained'])}"
     return f"{best}; next best {number(runner_up['R_explained'])}" if runner_up else f"{best}; nothing else comes near"
 
 
 def _nearest(culprit: Mapping[str, Any]) -> list[str]:
     """What is to be said of a culprit without a cause."""
-    if not culprit["nearest"]:
-        return ["No known mistake shows first at this tap."]
+    if not culprit["tried"]:
+        return [] if culprit["findings"] else ["No known mistake shows first at this tap."]
     nearest = culprit["nearest"]
+    if not nearest:
+        return [f"None of the {culprit['tried']} known mistakes that were tried explains it or comes near."]
     return [
         f"None of the {culprit['tried']} known mistakes that were tried explains it; the nearest, as if the port had "
         f"{nearest['text']}, leaves R {number(nearest['R_explained'])}."
@@ -206,11 +238,17 @@ def _other_culprits(first: str, culprits: Mapping[str, Sequence[Mapping[str, Any
     sentences = []
     for wrong, stages in alike.items():
         fails = "fails" if len(stages) == 1 else "fail"
-        tap, text = wrong[0]
         if first in culprits and wrong == mistakes(first):
             sentences.append(f"{ranges(stages)} {fails} in the same way.")
-        else:
-            sentences.append(f"{ranges(stages)} {fails} at {tap}{f', as if the port had {text}' if text else ''}.")
+            continue
+        by_text: dict[str | None, list[str]] = {}
+        for tap, text in wrong:
+            by_text.setdefault(text, []).append(tap)
+        parts = [
+            f"at {_listed(taps)}{f', as if the port had {text}' if text else ''}" for text, taps in by_text.items()
+        ]
+        located = culprits[stages[0]][0]["findings"] if len(stages) == 1 and not wrong[0][1] else []
+        sentences.append(" ".join([f"{ranges(stages)} {fails} {'; and '.join(parts)}.", *located[:1]]))
     return sentences
 
 
@@ -230,19 +268,21 @@ def _passing_on(first: str, comparisons: Sequence[Comparison], chains: Sequence[
 
 def _margin(comparisons: Sequence[Comparison], limit: float) -> list[str]:
     """How sure a pass is: how much of what is allowed the worst tap uses."""
-    used = [
-        (R / allowed, stage, name)
-        for stage, name, tap in _taps(comparisons)
-        if tap.get("kind") == "float"
-        for R, allowed in [metrics.decisive(tap, limit)]
-        if R is not None
-    ]
+    used = []
+    for stage, name, tap in _taps(comparisons):
+        if tap.get("kind") == "float":
+            R, allowed = metrics.decisive(tap, limit)
+            used += [(R / allowed, stage, name, "")] if R is not None else []
+            groups = metrics.group_limits(tap, limit)
+            used += [(R / allowed, stage, name, f" at {metrics.place(tap, kind)}") for kind, R, allowed in groups]
     if not used:
         return []
-    most, stage, name = max(used)
+    most, stage, name, where = max(used)
     return [
-        f"{name} of {stage} comes nearest to its limit, with {share(most)} of the error that is allowed; a mistake that "
-        "makes twice the noise at any tap, or at one token, head, channel block or expert of it, would have failed."
+        f"{name} of {stage} comes nearest to its limit, with {share(most)} of the error that is allowed{where}. More than "
+        f"{limit:g} times what legitimate variants of the golden reach at a tap would have failed, and more than "
+        f"{metrics.GROUP_LIMIT * limit:g} times what they reach at its worst token, head, channel block or expert; less "
+        "would not have been seen."
     ]
 
 
@@ -251,6 +291,7 @@ def _diagnosis(diagnosis: Mapping[str, Any]) -> list[tuple[str | None, str]]:
     if diagnosis["reason"]:
         return [(None, f"Not diagnosed: {_stopped(diagnosis['reason'])}")]
     lines: list[tuple[str | None, str]] = []
+    explained = diagnosis["together"] and diagnosis["together"]["explains"]
     for culprit in diagnosis["culprits"]:
         cause = culprit["cause"]
         known = (
@@ -259,7 +300,14 @@ def _diagnosis(diagnosis: Mapping[str, Any]) -> list[tuple[str | None, str]]:
             else _nearest(culprit)
         )
         found = "Wrong of itself" if culprit["forced"] else "Fails, though no tap does when what feeds it is right"
-        found += f", R {number(culprit['R'])}." if culprit["R"] is not None else "."
+        if explained and not cause:
+            found = (
+                "Wrong too, though the mistakes named account for the output: its value may be dropped behind the tap"
+            )
+        if culprit["R"] is not None:
+            found += f", R {number(culprit['R'])}" + (f" at {culprit['at']}" if culprit["at"] else "")
+            found += " with the golden's taps before it" if culprit["forced"] else ""
+        found += "."
         lines.append((culprit["tap"], " ".join([found, *known, *culprit["findings"]])))
     together = diagnosis["together"]
     if together:
@@ -274,12 +322,20 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _first_stopped(stopped: Sequence[Comparison]) -> list[str]:
-    """The stage that could not run; of several the first error, since the missing ones follow from one."""
-    if not stopped:
-        return []
-    first = next((comparison for comparison in stopped if comparison["status"] == "error"), stopped[0])
-    more = f" (and {len(stopped) - 1} more)" if len(stopped) > 1 else ""
-    return [f"{first['stage']} could not be compared{more}: {_stopped(first['reason'])}"]
+    """The stages that could not run, by reason: the errors, or if there are none what is missing."""
+    errors = [comparison for comparison in stopped if comparison["status"] == "error"]
+    by_reason: dict[str, list[str]] = {}
+    for comparison in errors or stopped[:1]:
+        by_reason.setdefault(comparison["reason"].removeprefix(f"{comparison['stage']}: "), []).append(
+            comparison["stage"]
+        )
+    sentences = [
+        f"{ranges(stages)} could not be compared: {_stopped(reason)}"
+        for reason, stages in list(by_reason.items())[:SHOWN]
+    ]
+    named = sum(map(len, list(by_reason.values())[:SHOWN]))
+    rest = len(stopped) - named
+    return [*sentences, *([f"Nor could {_count(rest, 'more stage')}."] if rest else [])]
 
 
 def _end_to_end(chains: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -348,8 +404,10 @@ def what_was_not_compared(
     """What a reader might think was looked at and was not, one sentence each."""
     sentences = []
     stages = [comparison["stage"] for comparison in comparisons]
-    if config["layers"] != "all":
-        ends = [end for end in (EMBED, NORM, LM_HEAD) if end not in stages]
+    ends = [end for end in (EMBED, NORM, LM_HEAD) if end not in stages]
+    layers = [layer for stage in stages if (layer := layer_of(stage)) is not None]
+    gaps = bool(layers) and layers != list(range(layers[0], layers[-1] + 1))
+    if config["layers"] != "all" and (ends or gaps):  # 0-61 may be all there are
         also = f", nor were {', '.join(ends)}" if ends else ""
         sentences.append(f"Layers other than {config['layers']} were not compared{also} (layers in config.yaml).")
     reasons: dict[tuple[str | None, str], list[str]] = {}
@@ -366,6 +424,7 @@ def what_was_not_compared(
             if name not in taps:
                 extra.setdefault(name, []).append(stage)
     for (name, reason), found in reasons.items():
+        reason = reason.removeprefix(f"{found[0]}: ")
         what = f"{name} of {ranges(found)}" if name else ranges(found)
         sentences.append(f"{what} not compared: {_stopped(reason)}")
     for name, found in extra.items():

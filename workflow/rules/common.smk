@@ -110,3 +110,8 @@ def golden_stamp_files(wildcards):
 def golden_stamps(wildcards):
     """One stamp for each stage: in one process too, only those that changed and those that they reach run again."""
     return [stamp("golden_whole", f"results/golden/{stage}.h5") for stage in GOLDEN]
+
+
+def asked_for(target):
+    """A target that no other needs, in a list if it is there or asked for in this call: from then on it is kept up to date."""
+    return [target] if exists(target) or target in map(str, workflow.dag_settings.targets) else []

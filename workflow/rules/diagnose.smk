@@ -91,7 +91,7 @@ rule bisect:
     resources:
         neuron=1,
     params:
-        spec=port_spec(stages=BISECTED),
+        spec=port_spec(stages=BISECTED, left_out=[stage for stage in STAGES if stage not in BISECTED]),
         stamp=lambda wildcards: stamp("bisect", "results/bisect.json"),
     shell:
         "python -m layerproof bisect {output.bisection:q} --golden {input.golden:q} --noise {input.noise:q}"

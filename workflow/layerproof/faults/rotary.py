@@ -122,7 +122,7 @@ def rope_exponents(stage: GoldenStage, tap: str) -> None:
     )
 
 
-@fault("rope_interleaved", "neighbouring dims turned as pairs, not the two halves", *ROTATED)
+@fault("rope_interleaved", "interleaved pairs of dims turned, not the two halves", *ROTATED)
 def rope_interleaved(stage: GoldenStage, tap: str) -> None:
     rotate_by(stage, tap, lambda r: replace(r, interleaved=True))
 
