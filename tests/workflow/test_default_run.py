@@ -74,6 +74,11 @@ def test_two_targets_of_one_rule_on_a_fresh_clone(tmp_path):
     assert Workflow(tmp_path).run("-n", target=targets).text.count("rule compare_stage:") == 2
 
 
+def test_a_bisection_asked_for_together_with_an_archive_is_in_it(tmp_path):
+    planned = Workflow(tmp_path).run("-n", target="results/bisect.json results/archive/both.zip").text
+    assert "input: results/report.html, results/bisect.json" in planned
+
+
 MISTAKES = (
     "norm epsilon",
     "norm without weight",

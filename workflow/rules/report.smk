@@ -82,7 +82,7 @@ rule manifest:
     """Digest of every file of the run and of what went into it; `layerproof verify` checks them."""
     input:
         html=rules.report.output.html,
-        bisection=asked_for(rules.bisect.output.bisection),
+        bisection=lambda wildcards: asked_for(rules.bisect.output.bisection),
     output:
         manifest="results/manifest.json",
     log:
