@@ -53,13 +53,13 @@ def test_a_mistake_is_named_by_what_it_does_where_the_port_is_not_nan(model, tmp
     assert all(outcome.verdicts.values()), "NaN is in whatever other rules compute"
 
 
-def test_of_another_shape_no_fault_is_tried(model, tmp_path):
+def test_another_shape_is_told_and_no_fault_called_near(model, tmp_path):
     source = port_source()
     line = next(line for line in source.splitlines() if line.startswith("        return x + self.mlp("))
     (culprit,) = harness.run(
         model, STAGE, port_source((line, f"{line}[..., :-1]".replace("x +", "x[..., :-1] +"))), tmp_path
     ).culprits
-    assert (culprit["tap"], culprit["tried"], culprit["nearest"]) == ("out", 0, None)
+    assert (culprit["tap"], culprit["cause"], culprit["nearest"]) == ("out", None, None)
     assert culprit["findings"] == ["It has shape [3, 30, 63] where the golden has [3, 30, 64]."]
 
 

@@ -201,8 +201,7 @@ def _explain(
     bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool
 ) -> tuple[dict[str, Any], tuple[Fault, ...]]:
     """A culprit, and the faults that explain it: the best of those that may show at this tap first."""
-    # No fault changes a shape.
-    attempts = _attempts(bench, tap) if bench.port[tap].shape == bench.truth[tap].shape else []
+    attempts = _attempts(bench, tap)
     best = attempts[0] if attempts and attempts[0].explains else None
     near = attempts[0] if attempts and not best and _own_R(result) / NEAR > attempts[0].R else None
     runner_up = next((one.summary(tap) for one in attempts if best and one.names != best.names), None)
