@@ -594,7 +594,7 @@ ROUTER = [
     ),
 ]
 
-GATE = "inner = F.silu(gate) * up * weights[..., None]"
+GATE = "inner = F.silu(gate) * up * weights[..., some, None]"
 EXPERTS = [
     _bug("gate and up swapped", "mlp.out", "gate_up_swapped", ("F.silu(gate) * up", "gate * F.silu(up)")),
     _bug("gelu", "mlp.out", "activation", ("F.silu(gate)", "F.gelu(gate)")),
@@ -637,7 +637,7 @@ EXPERTS = [
         "experts' sum over two ranks missing",
         "mlp.out",
         "sharded_sum_missing",
-        ('"bsei,ehi->bsh", inner, self.down)', '"bsei,ehi->bsh", inner[..., :48], self.down[..., :48])'),
+        ('"bsei,ehi->bsh", inner, self.down[some])', '"bsei,ehi->bsh", inner[..., :48], self.down[some, ..., :48])'),
     ),
     _bug("experts' sum twice", "mlp.out", "sharded_sum_twice", (GATE, f"{GATE} * 2")),
     _bug(

@@ -42,6 +42,8 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
         if pjrt_device != "auto":
             os.environ["PJRT_DEVICE"] = pjrt_device
         hardware = os.environ.setdefault("PJRT_DEVICE", "CPU")
+        if hardware == "CPU":
+            _schedule_for_memory()
     _default_environment()
     try:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -63,6 +65,17 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
             ) from error
         _mark(rank, "process group is up")
     return Environment(device, hardware, BACKENDS[platform], rank, world_size)
+
+
+def _schedule_for_memory() -> None:
+    """Has XLA's CPU compiler order operations by the memory that they take.
+
+    By itself it orders them for many threads: all that can be done at once is, such as widening the weights of all experts.
+    """
+    flag = "--xla_cpu_enable_concurrency_optimized_scheduler"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}=false".strip()
 
 
 def _default_environment() -> None:

@@ -25,6 +25,9 @@ TAPS = {
     "mlp.out": "moe",
 }
 
+EXPERTS_AT_ONCE = 8
+"""A compiler may widen the weights that it multiplies, as XLA does for the CPU; so not those of all experts at once."""
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm with the variance in fp32 (arXiv 1910.07467)."""
@@ -123,10 +126,14 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.route(x).to(x.dtype)
-        gate = torch.einsum("bsh,eih->bsei", x, self.gate)
-        up = torch.einsum("bsh,eih->bsei", x, self.up)
-        inner = F.silu(gate) * up * weights[..., None]
-        return torch.einsum("bsei,ehi->bsh", inner, self.down)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for start in range(0, len(self.gate), EXPERTS_AT_ONCE):
+            some = slice(start, start + EXPERTS_AT_ONCE)
+            gate = torch.einsum("bsh,eih->bsei", x, self.gate[some])
+            up = torch.einsum("bsh,eih->bsei", x, self.up[some])
+            inner = F.silu(gate) * up * weights[..., some, None]
+            total = total + torch.einsum("bsei,ehi->bsh", inner, self.down[some]).float()
+        return total.to(x.dtype)
 
     def route(self, x: torch.Tensor) -> torch.Tensor:
         """Weight of every expert for every token, [batch, seq, experts] in fp32, zero where it is not chosen."""
