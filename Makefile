@@ -1,12 +1,13 @@
 # make report   sets up and runs the main job, to results/report.html
 # make test     sets up and passes the tests
+# make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
 
 VENV := .venv
 CORES ?= 1
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test lint bugs setup setup-dev
+.PHONY: report test lint bugs bench setup setup-dev
 
 report: setup
 	snakemake --cores $(CORES) results/report.html
@@ -16,6 +17,9 @@ test: setup-dev lint
 
 bugs: setup-dev
 	python tests/bugs/run.py
+
+bench: setup-dev
+	python benchmarks/run.py
 
 lint: setup-dev
 	ruff check .

@@ -1,0 +1,86 @@
+"""Runs a command and tells what it took: `python benchmarks/measure.py COMMAND...` prints it as JSON on the last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One figure: most are ratios to a baseline that was measured beside them."""
+
+    name: str
+    value: float
+    unit: str
+    baseline: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Wall time, the largest resident set of any process of the command, and the bytes that they had read from disk."""
+
+    wall_s: float
+    peak_rss: int
+    read_bytes: int
+
+
+def measure(command: Sequence[str], directory: Path) -> Measured:
+    """Runs a command in a directory, with the library on its path.
+
+    Raises:
+        RuntimeError: if it fails.
+    """
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow"), "USE_TORCH_XLA": "0"}
+    outcome = subprocess.run(
+        [sys.executable, __file__, *command], cwd=directory, env=environment, capture_output=True, text=True
+    )
+    if outcome.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {outcome.stdout[-2000:]}{outcome.stderr[-2000:]}")
+    return Measured(**json.loads(outcome.stdout.splitlines()[-1]))
+
+
+def make_workflow(directory: Path, **config: Any) -> None:
+    """A copy of the workflow in a folder of its own, with these keys of config.yaml."""
+    shutil.copy(REPOSITORY / "Snakefile", directory)
+    for folder in ("workflow", "profiles"):
+        shutil.copytree(REPOSITORY / folder, directory / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (directory / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+def drop_from_cache(paths: Iterable[Path]) -> None:
+    """Has the kernel forget files, so that the next to read them reads from disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _read_bytes() -> int:
+    """Bytes that this process and its children that ended had fetched from the storage layer; see proc(5)."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+if __name__ == "__main__":
+    started, before = time.perf_counter(), _read_bytes()
+    code = subprocess.run(sys.argv[1:]).returncode
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    print(json.dumps(asdict(Measured(time.perf_counter() - started, peak, _read_bytes() - before))))
+    sys.exit(code)

@@ -1,0 +1,35 @@
+"""The figures of docs/performance.md: `python benchmarks/run.py [NAME...]` prints them and writes results.json beside it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "workflow")]
+
+from layerproof.files import write_json  # noqa: E402
+
+BENCHMARKS = ("memory",)
+
+
+def main() -> None:
+    """Runs the benchmarks that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="which of them; all if none is named")
+    parser.add_argument("--output", type=Path, default=HERE / "results.json")
+    args = parser.parse_args()
+    rows = []
+    for name in args.names or BENCHMARKS:
+        command = f"python benchmarks/run.py {name}"
+        for result in importlib.import_module(name).run():
+            rows.append({**asdict(result), "command": command})
+            print(f"{result.name:<60} {result.value:10.3f} {result.unit} ({result.baseline})", flush=True)
+    write_json(args.output, {"schema_version": 1, "results": rows})
+
+
+if __name__ == "__main__":
+    main()
