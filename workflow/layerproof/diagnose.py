@@ -205,7 +205,7 @@ def _explain(
     best = attempts[0] if attempts and attempts[0].explains else None
     near = attempts[0] if attempts and not best and _own_R(result) / NEAR > attempts[0].R else None
     runner_up = next((one.summary(tap) for one in attempts if best and one.names != best.names), None)
-    R, _, where = deciding(result, bench.limit) if result.get("R") is not None else (None, None, None)
+    R, _, where = deciding(result, bench.limit)
     culprit = {
         "tap": tap,
         "forced": forced,

@@ -354,21 +354,19 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
             )
     if not result["count"]:
         return "nothing was compared: no element of a valid token is finite in port, golden and truth"
-    band = result["band"] or {}
-    R, allowed = decisive(result, limit)
+    R, allowed, where = deciding(result, limit)
     assert R is not None  # elements were compared
-    if math.isnan(R) or allowed < R:
-        token = result["worst_token"]
-        what = "R, with each element in units of its noise," if "weighted" in band else "R"
-        return (
-            f"{what} is {R:.4g}, above the limit of {allowed:.4g}; "
-            f"the worst token is {_brackets(token['index'])} with R {token['R']:.4g}"
-        )
-    for kind, R, allowed in group_limits(result, limit):
-        if not allowed >= R:  # as NaN is not
-            above = f"R is {R:.4g} at {place(result, kind)}, above the limit of {allowed:.4g} for the worst {kind}"
-            return f"{above}; over all R is {result['R']:.4g}"
-    return None
+    if allowed >= R:
+        return None
+    if where is not None:
+        above = f"R is {R:.4g} at {where}, above the limit of {allowed:.4g} for the worst {where.split()[0]}"
+        return f"{above}; over all R is {result['R']:.4g}"
+    token = result["worst_token"]
+    what = "R, with each element in units of its noise," if "weighted" in (result["band"] or {}) else "R"
+    return (
+        f"{what} is {R:.4g}, above the limit of {allowed:.4g}; "
+        f"the worst token is {_brackets(token['index'])} with R {token['R']:.4g}"
+    )
 
 
 def group_limits(result: Mapping[str, Any], limit: float) -> list[tuple[str, float, float]]:
@@ -396,14 +394,16 @@ def decisive(result: Mapping[str, Any], limit: float) -> tuple[float | None, flo
 
 
 def deciding(result: Mapping[str, Any], limit: float) -> tuple[float | None, float, str | None]:
-    """R of a tap of floats that fails it, the largest that passes, and which group it is of, None for the whole tap.
+    """R of a tap that fails it, the largest that passes, and which group it is of, None for the whole tap.
 
-    If no R fails it, those of the whole tap.
+    If no R fails it, those of the whole tap; R is None where a tap has none.
     """
+    if result.get("R") is None:
+        return None, limit, None
     R, allowed = decisive(result, limit)
     if R is None or allowed >= R:
         for kind, group_R, group_allowed in group_limits(result, limit):
-            if group_R > group_allowed:
+            if not group_allowed >= group_R:  # as NaN is not
                 return group_R, group_allowed, place(result, kind)
     return R, allowed, None
 

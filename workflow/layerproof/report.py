@@ -168,7 +168,7 @@ def _culprit(
 
 def _because(tap: Mapping[str, Any], culprits: Sequence[Mapping[str, Any]], limit: float) -> str:
     """What made a tap fail, as a sentence."""
-    R, allowed, where = metrics.deciding(tap, limit) if tap.get("R") is not None else (None, limit, None)
+    R, allowed, where = metrics.deciding(tap, limit)
     because = tap["reason"] or f"it is wrong by R {number(culprits[0]['R'])} where its input is right"
     if R is not None and allowed < R and not _nonfinite(tap):
         because = f"R is {_above(R, allowed)}{f' at {where}' if where else ''} where {allowed:.4g} is allowed"
