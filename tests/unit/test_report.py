@@ -162,6 +162,14 @@ def test_a_stage_without_a_cause_tells_where_its_error_is_and_what_is_nearest():
     )
 
 
+def test_an_error_that_lies_everywhere_is_told_by_its_size():
+    diagnosis = reports.diagnosis("layer_000", ("out", None))
+    diagnosis["culprits"][0]["findings"] = []
+    headline, nearest, *_ = sentences([reports.compared("layer_000", wrong=("out",))], diagnoses=[diagnosis])
+    assert re.fullmatch(r"layer_000 .* goes wrong, at out: R is \d\d.\d where 1.5 is allowed\.", headline)
+    assert nearest.startswith("None of the 20 known mistakes")
+
+
 def test_nan_is_told_also_where_a_cause_is_known():
     comparisons = [reports.compared("layer_000", wrong=("router.scores", "out"))]
     reason = "the port is NaN at [0,0,1] where the golden is finite and the truth is finite (9 such elements)"

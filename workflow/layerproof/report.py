@@ -153,10 +153,10 @@ def _culprit(
     tap = comparisons[order.index(stage)]["taps"][name]
     if not culprits or not culprits[0]["cause"]:
         because = _because(tap, culprits, limit)
-        located, *more = culprits[0]["findings"] if culprits and not _nonfinite(tap) else [None]
-        located = None if tap["status"] == "fail" and tap.get("count") == 0 else located  # then the reason says so
-        known = [because, *more] if located else more
-        sentences = [f"{where}: {_lower(located or because)}", *known, *(_nearest(culprits[0]) if culprits else [])]
+        told = _nonfinite(tap) or tap.get("count") == 0  # by the reason itself
+        located = culprits[0]["findings"] if culprits and not told else []
+        leading, *known = [*located[:1], because, *located[1:]]
+        sentences = [f"{where}: {_lower(leading)}", *known, *(_nearest(culprits[0]) if culprits else [])]
     else:
         cause = culprits[0]["cause"]
         sentences = [f"{where}: it behaves as if the port had {cause['text']} ({_explained(cause)})."]
