@@ -230,10 +230,8 @@ def load_stage(
         replace_tensor(model, name, tensor.to(declared[name]))
     if tied:
         model.get_submodule(parts.lm_head).weight = model.get_input_embeddings().weight
-    missing = (
-        [] if tied else sorted({name for name in loading.missing_keys if parts.stage_of(name) == stage} - {*taken})
-    )
-    if missing:
+    missing = sorted(name for name in loading.missing_keys - set(taken) if parts.stage_of(name) == stage)
+    if missing and not tied:
         raise StageError(f"{stage}: the checkpoint {directory} lacks {', '.join(missing)}. Copy it again.")
     if loading.mismatched_keys:
         name, found, wanted = sorted(loading.mismatched_keys)[0]
@@ -241,9 +239,8 @@ def load_stage(
     if loading.conversion_errors:
         name, message = sorted(loading.conversion_errors.items())[0]
         raise StageError(f"{stage}: {name} cannot be converted ({str(message).strip().splitlines()[0]}).")
-    for name in {*parameters.values()} - {
-        *taken
-    }:  # with a dequantiser, transformers leaves what is not quantised as it is
+    # With a dequantiser, transformers leaves what is not quantised as it is.
+    for name in set(parameters.values()) - set(taken):
         tensor = model.get_parameter_or_buffer(name)
         if tensor.dtype != declared[name] == torch.promote_types(tensor.dtype, declared[name]):
             replace_tensor(model, name, tensor.to(declared[name]))
@@ -352,6 +349,9 @@ class _OneExpertAtATime(WeightConverter):
             for name, part in parts.items():
                 if name not in stacked:
                     stacked[name] = part.new_empty(number, *part.shape[1:])
+                if part[0].shape != stacked[name][expert].shape:
+                    shapes = f"{list(part[0].shape)} where those before it have {list(stacked[name][expert].shape)}"
+                    raise StageError(f"{name}: expert {expert} has shape {shapes}. Copy the checkpoint again.")
                 stacked[name][expert] = part[0]
         return stacked
 
