@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from test_golden import SETTINGS, TOKENS
 
 from layerproof import golden, loading, metrics, tensors
 from layerproof.taps import OUT
 from layerproof.transformers_stage import run_stage
 from layerproof.variants import variants
 from models import CONFIGS, save
+from streaming import SETTINGS, TOKENS
 
 IDS, VALID = torch.from_numpy(TOKENS.ids), torch.from_numpy(TOKENS.valid)
 
