@@ -100,14 +100,16 @@ def _run_golden_stage(
     """Runs one stage, with the process's one whole model if that is how the golden runs; the first stage loads it."""
     from layerproof import golden, tokens, whole
 
+    # Absolute and before anything is loaded, since code that comes with a checkpoint may change the directory.
+    checkpoint = _checkpoint(args)
+    previous, previous_noise = (path and path.absolute() for path in before)
+    output, noise = (path.absolute() for path in job.outputs)
     description, prompts = read_json(weights), tokens.Tokens.read(args.tokens)
     if job.spec["mode"] == "whole" and not wholes:
         with fingerprint.recording(setup):
-            wholes.append(whole.Whole.start(_checkpoint(args), prompts, job.spec))
-    # Absolute, since code that comes with a checkpoint may change the directory.
-    output, noise = (path.absolute() for path in job.outputs)
+            wholes.append(whole.Whole.start(checkpoint, prompts, job.spec))
     golden.make_stage(
-        *(job.spec["stage"], _checkpoint(args), description, prompts, *before, output, noise),
+        *(job.spec["stage"], checkpoint, description, prompts, previous, previous_noise, output, noise),
         settings=job.spec,
         whole=wholes[0] if wholes else None,
     )
