@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -51,14 +47,6 @@ def measure(command: Sequence[str], directory: Path) -> Measured:
     if outcome.returncode:
         raise RuntimeError(f"{' '.join(command)}: {outcome.stdout[-2000:]}{outcome.stderr[-2000:]}")
     return Measured(**json.loads(outcome.stdout.splitlines()[-1]))
-
-
-def make_workflow(directory: Path, **config: Any) -> None:
-    """A copy of the workflow in a folder of its own, with these keys of config.yaml."""
-    shutil.copy(REPOSITORY / "Snakefile", directory)
-    for folder in ("workflow", "profiles"):
-        shutil.copytree(REPOSITORY / folder, directory / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (directory / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
 def drop_from_cache(paths: Iterable[Path]) -> None:

@@ -6,17 +6,18 @@ layer needs. Peak RSS is told beside that of a process that only imports what th
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from runs import Workflow
 from safetensors.torch import save_file
 
 from layerproof import fp8
-from layerproof.files import read_json, write_json
-from measure import Result, drop_from_cache, make_workflow, measure
+from layerproof.checkpoint import read_shard_header
+from layerproof.files import write_json
+from measure import Result, drop_from_cache, measure
 
 STAGE = "layer_000"
 CONFIG = {
@@ -107,7 +108,7 @@ def measure_jobs(directory: Path, form: str) -> list[Result]:
     """What the golden and the port of one layer take, as their user calls them."""
     size = make_checkpoint(directory / "model", form)
     write_json(directory / "ids.json", [list(range(3, 67)), list(range(70, 102))])
-    make_workflow(
+    Workflow(
         directory,
         model={"checkpoint": "model"},
         inputs={"prompts": None, "token_ids": "ids.json"},
@@ -116,12 +117,13 @@ def measure_jobs(directory: Path, form: str) -> list[Result]:
     )
     snakemake = ["snakemake", "--cores", "1"]
     measure([*snakemake, "results/golden/embed.h5", f"results/weights/{STAGE}.json"], directory)
-    tensors = read_json(directory / f"results/weights/{STAGE}.json")["tensors"].values()
-    stored = sum(math.prod(entry["shape"]) * WIDTHS[entry["dtype"]] for entry in tensors)
+    shards = sorted((directory / "model").glob("*.safetensors"))
+    on_disk = [tensor for shard in shards for tensor in read_shard_header(shard).values()]
+    stored = sum(tensor.end - tensor.start for tensor in on_disk if ".layers." in tensor.name)
     results = []
     for side in ("golden", "port"):
         imports = measure(["python", "-c", IMPORTS[side]], directory)
-        drop_from_cache((directory / "model").glob("*.safetensors"))
+        drop_from_cache(shards)
         job = measure([*snakemake, f"results/{side}/{STAGE}.h5"], directory)
         name = f"{side}, full-size layer, {form}"
         above = (job.peak_rss - imports.peak_rss) / size
@@ -133,9 +135,6 @@ def measure_jobs(directory: Path, form: str) -> list[Result]:
             Result(f"{name}: time", job.wall_s, "s", "with the start of Snakemake and imports"),
         ]
     return results
-
-
-WIDTHS = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
 
 
 def run() -> list[Result]:

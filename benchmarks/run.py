@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "workflow")]
+sys.path[:0] = [str(HERE), *(str(HERE.parent / folder) for folder in ("workflow", "tests/workflow"))]
 
 from layerproof.files import write_json  # noqa: E402
 
@@ -19,11 +19,11 @@ BENCHMARKS = ("memory",)
 def main() -> None:
     """Runs the benchmarks that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="which of them; all if none is named")
+    parser.add_argument("names", nargs="*", choices=BENCHMARKS, default=BENCHMARKS, help="which of them")
     parser.add_argument("--output", type=Path, default=HERE / "results.json")
     args = parser.parse_args()
     rows = []
-    for name in args.names or BENCHMARKS:
+    for name in args.names:
         command = f"python benchmarks/run.py {name}"
         for result in importlib.import_module(name).run():
             rows.append({**asdict(result), "command": command})
