@@ -106,6 +106,16 @@ def test_every_file_of_the_run_is_listed_with_its_digest(results):
         assert entry == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
+def test_a_bisection_is_part_of_the_run(results):
+    (results / "bisect.json").write_text("{}")
+    record = json.loads((results / "records/report.json").read_text())
+    outputs = described([results / "bisect.json"])
+    inputs = {"results/golden/layer_009.h5": sha256(results / "golden/layer_009.h5")}
+    (results / "records/bisect.json").write_text(json.dumps(record | {"outputs": outputs, "inputs": inputs}))
+    manifest.write(results / "manifest.json", {"config": CONFIG})
+    assert {"bisect.json", "records/bisect.json", "golden/layer_009.h5"} <= content(results)["outputs"].keys()
+
+
 def test_the_facts_of_each_job_are_told(results):
     written = content(results)
     assert written["config"] == CONFIG

@@ -33,10 +33,10 @@ APART = ("archive/", "logs/archive/", "logs/manifest.log", "README.md", MANIFEST
 def write(output: Path, spec: Mapping[str, Any]) -> None:
     """Writes results/manifest.json: config, versions, commit, hardware, every job with its inputs, and every file.
 
-    `jobs` are those that the report rests on, found from record to record; `outputs` are their files under results/,
-    `inputs` what they read from elsewhere, by path with digest and size. `others` are the rest of results/, such as what
-    a run with other settings left. `code` has for each source file the digest of the functions that ran. `digest` is that
-    of all the rest.
+    `jobs` are those that the report and a bisection rest on, found from record to record; `outputs` are their files under
+    results/, `inputs` what they read from elsewhere, by path with digest and size. `others` are the rest of results/, such
+    as what a run with other settings left. `code` has for each source file the digest of the functions that ran. `digest`
+    is that of all the rest.
 
     Raises:
         UserError: if the report has no record.
@@ -63,7 +63,7 @@ def write(output: Path, spec: Mapping[str, Any]) -> None:
 
 
 def _jobs_behind_report(results: Path) -> dict[str, Record]:
-    """Records by job, of the report and of every job whose output a job behind it read."""
+    """Records by job: of the report, of a bisection if there is one, and of every job whose output one of these read."""
     paths = sorted((results / "records").rglob("*.json"))
     read = ((str(path.relative_to(results / "records").with_suffix("")), Record.read(path)) for path in paths)
     records = {name: record for name, record in read if record is not None}
@@ -71,7 +71,7 @@ def _jobs_behind_report(results: Path) -> dict[str, Record]:
         raise UserError(f"{results}/records/report.json: is not there. Run snakemake --cores 1 {results}/report.html.")
     makers = {output: name for name, record in records.items() for output in record.outputs}
     behind: set[str] = set()
-    waiting = ["report"]
+    waiting = ["report", *({"bisect"} & records.keys())]
     while waiting:
         name = waiting.pop()
         if name not in behind:
