@@ -1,8 +1,10 @@
 # Layerproof. Golden and port, one stage at a time:
 #
 #   checkpoint, prompts -> results/weights/STAGE.json, results/tokens.json
+#     -> results/prediction.json                            the memory that each job will take
 #     -> results/golden/STAGE.h5, results/noise/STAGE.h5    the trusted model, with fp32 truth; its noise
 #     -> results/port/STAGE.h5, results/chain/A-B/STAGE.h5  the port on the golden's input, and on its own
+#     -> results/audit.json                                 what became of the weights
 #     -> results/compare/STAGE.json, results/compare/chain/A-B.json                     how far apart they are
 #     -> results/forced/STAGE.h5 -> results/diagnosis/STAGE.json    where a stage goes wrong, and why -> results/verdicts.json
 #     -> results/plots/ -> results/report.html -> results/manifest.json -> results/archive/RUN.zip
@@ -22,6 +24,7 @@ include: "workflow/rules/settings.smk"
 include: "workflow/rules/prepare.smk"
 include: "workflow/rules/golden.smk"
 include: "workflow/rules/port.smk"
+include: "workflow/rules/audit.smk"
 include: "workflow/rules/compare.smk"
 include: "workflow/rules/diagnose.smk"
 include: "workflow/rules/report.smk"

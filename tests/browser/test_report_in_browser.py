@@ -49,9 +49,11 @@ def written(request, tmp_path_factory):
     diagnoses = [reports.diagnosis("layer_000", ("router.scores", "a softmax"), ("out", None))]
     diagnoses = diagnoses if request.param == "bad" else []
     verdicts = reports.collect(comparisons, chains, diagnoses)
+    books = reports.audit(comparisons), reports.prediction(comparisons)
     page = directory / "report.html"
     page.write_text(
-        report.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, images, [], reports.CONFIG), encoding="utf-8"
+        report.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, images, [], *books, reports.CONFIG),
+        encoding="utf-8",
     )
     headline = report.verdict_sentences(verdicts, comparisons, chains, diagnoses, reports.LIMIT)[0]
     return page, headline, {one["stage"]: one["status"] for one in comparisons}

@@ -812,7 +812,7 @@ QWEN = [
 ]
 QWEN = [Bug(**{**vars(bug), "model": QWEN3, "stage": bug.stage if bug.stage != LAYER else "layer_001"}) for bug in QWEN]
 
-EXPERT = 'stacked[expert] = dequantized(weights, f"{moe}experts.{expert}.{matrix}.weight", stage.dtype)'
+EXPERT = 'dequantized(weights, f"{moe}experts.{expert}.{matrix}.weight", stage.dtype)'
 SCALES = 'scales = weights[f"{name}_scale_inv"]'
 FP8 = [
     _bug(name, tap, cause, edit, model=MINIMAX_FP8, stage="layer_001")

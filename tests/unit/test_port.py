@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from test_golden import TOKENS, stream
 
 from layerproof import checkpoint, compare, loading, metrics, port, tensors
 from layerproof.errors import StageError
 from layerproof.stages import all_stages, previous_stage
 from models import CONFIGS, save
+from streaming import TOKENS, stream
 
 SETTINGS = {
     "backend": "xla",

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import reports
-from layerproof import plots, report
+from layerproof import plots, report, stages
+from layerproof.files import size
 from layerproof.metrics import Tensor, judge
 
 TEMPLATE = Path(report.__file__).parent / "templates" / "report.html.j2"
@@ -20,10 +21,11 @@ def sentences(comparisons, chains=(), diagnoses=()):
     return report.verdict_sentences(verdicts, comparisons, chains, diagnoses, reports.LIMIT)
 
 
-def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), **config):
+def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings=(), **config):
     verdicts = reports.collect(comparisons, chains, diagnoses)
     settings = reports.CONFIG | config
-    return report.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, plots or {}, unused, settings)
+    books = reports.audit(comparisons, *findings), reports.prediction(comparisons)
+    return report.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, plots or {}, unused, *books, settings)
 
 
 def words(html):
@@ -404,8 +406,35 @@ def test_a_share_is_100_percent_only_if_it_is_all():
 
 
 def test_ranges_put_layers_together():
-    stages = ["embed", "layer_000", "layer_001", "layer_002", "layer_007", "norm"]
-    assert report.ranges(stages) == "embed, layer_000 to layer_002, layer_007, norm"
+    names = ["embed", "layer_000", "layer_001", "layer_002", "layer_007", "norm"]
+    assert stages.ranges(names) == "embed, layer_000 to layer_002, layer_007, norm"
+
+
+# Weights and memory
+
+
+def test_weights_are_told_once_for_stages_that_are_alike():
+    comparisons, chains = reports.good()
+    page = words(render(comparisons, chains))
+    assert page.count("7.34 GB BF16, 3.15 MB F32 7.34 GB bfloat16 7.34 GB bfloat16, 2.05 kB float32 7.9 GB 7.6 GB") == 1
+    assert "Every tensor on disk is used once and in full" in page
+    assert "8 x A100 80 GB golden fits does not fit 9" in page
+
+
+def test_a_finding_is_told_once_with_all_stages_that_have_it():
+    comparisons = [reports.compared(f"layer_00{layer}") for layer in range(3)]
+    findings = [("never read", "b: on disk and never asked for by convert().", False), ("origin", "c: unknown.", True)]
+    page = words(render(comparisons, findings=findings))
+    assert "layer_000 to layer_002: b: on disk and never asked for by convert()." in page
+    assert "Every tensor on disk is used once" not in page
+    assert page.index("What is well in many ports") < page.index("layer_000 to layer_002: c: unknown.")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (7_341_573_376, "7.34 GB"), (2.5e15, "2.5e+03 TB")]
+)
+def test_sizes(count, text):
+    assert size(count) == text
 
 
 # The plots

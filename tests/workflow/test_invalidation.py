@@ -21,7 +21,7 @@ STAGES = ["embed", "layer_000", "layer_001", "layer_002", "norm", "lm_head"]
 MOE = ["layer_001", "layer_002"]
 LAYERS = ["layer_000", *MOE]
 FROM_1 = STAGES[2:]
-TELLING = {"verdicts.json", "plots/map.svg", "plots/depth.svg", "report.html", "manifest.json"}
+TELLING = {"audit.json", "verdicts.json", "plots/map.svg", "plots/depth.svg", "report.html", "manifest.json"}
 
 
 def golden(stages):
@@ -54,7 +54,7 @@ def plotted(stages):
 
 
 EVERYTHING = {
-    *("tokens.json", *TELLING),
+    *("tokens.json", "prediction.json", *TELLING),
     *(f"weights/{name}.json" for name in (*STAGES, "unused")),
     *golden(STAGES),
     *isolated(STAGES),
@@ -184,7 +184,7 @@ def test_one_tensor_of_layer_2_changed(workflow):
     assert changed
     after = ["layer_002", "norm", "lm_head"]
     assert run(workflow) == {
-        "weights/layer_002.json",
+        *("weights/layer_002.json", "prediction.json"),
         *golden(after),
         *isolated(after),
         *chained(after),

@@ -276,6 +276,36 @@ def make_bisection(args: argparse.Namespace) -> None:
     jobs.run(_job(args, [*args.golden, *args.noise, *args.weights, args.tokens, args.config, *args.previous]), work)
 
 
+def make_prediction(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import prediction, tokens
+
+        descriptions = {path.stem: read_json(path) for path in args.weights}
+        prompts = tokens.Tokens.read(args.tokens)
+        write_json(output, prediction.predict(_checkpoint(args), descriptions, prompts, args.spec))
+
+    jobs.run(_job(args, [*args.weights, args.tokens, args.config]), work)
+
+
+def make_audit(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import audit
+
+        golden, port = ({path.stem: path for path in paths} for paths in (args.golden, args.port))
+        descriptions = {path.stem: read_json(path) for path in args.weights}
+        content = audit.audit(_checkpoint(args), descriptions, golden, port, args.spec)
+        for stage, entry in content["stages"].items():
+            for finding in entry["findings"]:
+                print(f"{stage}: {finding['text']}")
+        write_json(output, content)
+
+    jobs.run(_job(args, [*args.weights, args.config, *args.golden, *args.port]), work)
+
+
 def make_verdicts(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
@@ -329,13 +359,15 @@ def make_report(args: argparse.Namespace) -> None:
             list(map(read_json, args.diagnoses)),
             {path.stem: path for path in args.plots},
             read_json(args.unused),
+            read_json(args.audit),
+            read_json(args.prediction),
             args.spec["config"],
         )
         write_text(output, html)
 
     # Not the records: they hold times, which are no reason to write the report again.
-    inputs = [args.template, args.verdicts, args.unused, *args.comparisons, *args.chains, *args.diagnoses, *args.plots]
-    jobs.run(_job(args, inputs), work)
+    files = [args.template, args.verdicts, args.unused, args.audit, args.prediction]
+    jobs.run(_job(args, [*files, *args.comparisons, *args.chains, *args.diagnoses, *args.plots]), work)
 
 
 def make_manifest(args: argparse.Namespace) -> None:
@@ -376,6 +408,10 @@ def _leave_error(job: jobs.Job, error: StageError) -> None:
         tensors.write_error(output, error)
 
 
+ONE_FILE = ("tokens", "config", "template", "verdicts", "unused", "comparison", "audit", "prediction")
+"""Flags that name one file; the others name any number."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line; every flag that names several files takes them one after the other."""
     top = argparse.ArgumentParser(
@@ -395,7 +431,7 @@ def parser() -> argparse.ArgumentParser:
             "--record", nargs="+", type=Path, required=True, help="where to keep what each job was run with"
         )
         for file in files:
-            one = file in ("tokens", "config", "template", "verdicts", "unused", "comparison")
+            one = file in ONE_FILE
             verb.add_argument(f"--{file}", type=Path, required=one, **({} if one else {"nargs": "*", "default": []}))
 
     job_verb("checkpoint", make_checkpoint, "Makes the default checkpoint, a small MiniMax-M2.", "inputs")
@@ -434,6 +470,18 @@ def parser() -> argparse.ArgumentParser:
         *("golden", "noise", "weights", "tokens", "config", "previous"),
     )
     job_verb(
+        "predict",
+        make_prediction,
+        "Foretells the memory of each job and the disk of the run.",
+        *("weights", "tokens", "config"),
+    )
+    job_verb(
+        "audit",
+        make_audit,
+        "Holds each stage's weights on disk, in the golden and in the port against each other.",
+        *("weights", "config", "golden", "port"),
+    )
+    job_verb(
         "verdicts", make_verdicts, "Collects all comparisons in one verdict.", "comparisons", "chains", "diagnoses"
     )
     job_verb("plot-stage", make_stage_plot, "Draws the errors of one stage.", "comparisons")
@@ -448,7 +496,8 @@ def parser() -> argparse.ArgumentParser:
         "report",
         make_report,
         "Writes the report.",
-        *("template", "verdicts", "unused", "comparisons", "chains", "diagnoses", "plots", "records"),
+        *("template", "verdicts", "unused", "audit", "prediction"),
+        *("comparisons", "chains", "diagnoses", "plots", "records"),
     )
 
     verb = verbs.add_parser("manifest", help="Lists every file of results/ with its digest.")

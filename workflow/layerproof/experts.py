@@ -1,7 +1,7 @@
 """Experts functions for transformers' MoE models.
 
 transformers' own loop over the experts that are hit or sort tokens by expert, which a compiler of static graphs cannot take;
-and some of them compute gate and up where a fault cannot reach. Both functions follow transformers' conventions:
+and some of them compute gate and up where a fault cannot reach. They follow transformers' conventions:
 `is_transposed` weights are [experts, in, out], others [experts, out, in].
 """
 
@@ -15,6 +15,7 @@ from layerproof.taps import dense_weights
 
 STATIC_EXPERTS = "layerproof_static"
 EXPERT_BY_EXPERT = "layerproof_expert_by_expert"
+ONE_EXPERT = "layerproof_one_expert"
 
 
 def static_experts_forward(
@@ -54,6 +55,18 @@ def expert_by_expert_forward(
     return total
 
 
+def one_expert_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Every token by the first expert: no model, but shapes and memory at their largest of a loop over the experts."""
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = getattr(self, name)[0].to(x.dtype)
+        return x @ (weight if self.is_transposed else weight.T)
+
+    return _expert(self, hidden_states, linear) * top_k_weights[:, :1].to(hidden_states.dtype)
+
+
 def _expert(self: Any, x: torch.Tensor, linear: Any) -> torch.Tensor:
     """What an expert does between its input and its weight, with `linear(x, name of its weight)`."""
     inner = self._apply_gate(linear(x, "gate_up_proj")) if self.has_gate else self.act_fn(linear(x, "up_proj"))
@@ -67,3 +80,4 @@ def register() -> None:
 
     ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts_forward)
     ALL_EXPERTS_FUNCTIONS.register(EXPERT_BY_EXPERT, expert_by_expert_forward)
+    ALL_EXPERTS_FUNCTIONS.register(ONE_EXPERT, one_expert_forward)

@@ -68,3 +68,11 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The value in a JSON file; a byte order mark, as some editors write it, is passed over."""
     return json.loads(path.read_text(encoding="utf-8-sig"))
+
+
+def size(count: float) -> str:
+    """A number of bytes in the decimal unit that leaves one to three digits before the point."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count, _ = count / 1000, units.pop(0)
+    return f"{count:.3g} {units[0]}"

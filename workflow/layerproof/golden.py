@@ -137,12 +137,12 @@ def exact(
     implementation = settings.get("experts_implementation")
     implementation = EXPERT_BY_EXPERT if implementation == EXPERT_BY_EXPERT else "eager"
     twin = _meta_model(directory, torch.float32, {**settings, "experts_implementation": implementation})
-    held = _held(description, model.dtype)
-    experts = _keep_experts(twin, stage, held, model.dtype)
+    kept = held(description, model.dtype)
+    experts = keep_experts(twin, stage, kept, model.dtype)
     state = model.state_dict()
-    if any(state[name].is_meta for name in held):  # offloaded
+    if any(state[name].is_meta for name in kept):  # offloaded
         state = load(stage, directory, description, device, model.dtype, settings).state_dict()
-    loading.load_stage(twin, stage, directory, description, device, {name: state[name] for name in held})
+    loading.load_stage(twin, stage, directory, description, device, {name: state[name] for name in kept})
     for module in experts:
         _widen_on_use(module)
     return twin
@@ -161,7 +161,7 @@ def load_another(
     Raises:
         StageError: as `loading.load_stage` does.
     """
-    _keep_experts(model, stage, _held(description, dtype), dtype)
+    keep_experts(model, stage, held(description, dtype), dtype)
     loading.load_stage(model, stage, directory, description, device)
 
 
@@ -171,7 +171,7 @@ def _meta_model(directory: Path, dtype: torch.dtype, settings: Mapping[str, Any]
     return loading.meta_model(directory, settings["trust_remote_code"], dtype, **implementations)
 
 
-def _held(description: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
+def held(description: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
     """The parameters and buffers of a stage that a model of this dtype holds as they are on disk."""
     on_disk: dict[str, set[str]] = {}
     for entry in description.get("tensors", {}).values():
@@ -188,7 +188,7 @@ def _is_quantised(word: str) -> bool:
     return word.startswith(("F8", "F4", "I8", "U8"))
 
 
-def _keep_experts(
+def keep_experts(
     model: PreTrainedModel, stage: str, held: Collection[str], dtype: torch.dtype
 ) -> list[torch.nn.Module]:
     """The stage's modules that hold all experts in one tensor, as transformers' experts interface has it; in `dtype`.

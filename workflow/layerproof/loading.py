@@ -86,6 +86,14 @@ class Parts:
         return None
 
 
+def parameters_of(model: PreTrainedModel, stage: str) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a stage by their names in the model, also those that a tied head shares."""
+    parts = parts_of(model)
+    tied = stage == LM_HEAD and model.config.get_text_config().tie_word_embeddings
+    owner = EMBED if tied else stage
+    return {name: tensor for name, tensor in model.state_dict().items() if parts.stage_of(name) == owner}
+
+
 NORMS = ("norm", "final_layernorm", "final_layer_norm")
 """What transformers' decoders call the norm after their last layer."""
 

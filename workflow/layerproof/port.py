@@ -26,12 +26,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from layerproof import checkpoint, distributed, tensors
+from layerproof import checkpoint, distributed, provenance, tensors
 from layerproof.errors import StageError
 from layerproof.files import digest_of
 from layerproof.metrics import STORAGE
@@ -40,6 +40,9 @@ from layerproof.taps import OUT, SHAPES, collecting, in_order, tap
 from layerproof.tokens import Tokens
 
 Taps = dict[str, torch.Tensor]
+
+CONVERSION = "conversion"
+"""Under which name a port's file holds what is told of its weights."""
 
 
 class Forward(Protocol):
@@ -120,7 +123,7 @@ def load_module(name: str) -> ModuleType:
 def make_stage(
     runner: Runner, stage: str, description: Mapping[str, Any], stage_input: tensors.Tensor | None, output: Path
 ) -> dict[str, Any]:
-    """Runs a stage of the port twice, without and with taps, and writes `port/TAP`.
+    """Runs a stage of the port twice, without and with taps, and writes `port/TAP`, and how its weights were converted.
 
     `port/out` is the output of the run without taps, as a user ships it. The two must agree: bit for bit, or at least as
     well as bf16 can tell (relative L2 below 2^-8), or the taps do not show what the stage computes.
@@ -132,7 +135,8 @@ def make_stage(
     """
     compiled = _compilations()
     job = _Job.on_device(runner, stage, description, stage_input)
-    forward, kind = _prepare(job)
+    ready = _prepare(job)
+    forward = ready.forward
     with torch.no_grad():
         plain = _on_host(forward(False))
         tapped = _on_host(forward(True))
@@ -147,12 +151,13 @@ def make_stage(
             )
         raise StageError(f"{stage}: taps change the stage's output (relative L2 {change:.2g}); they cannot be trusted.")
     taps = {name: tensors.to_array(_storable(tensor)) for name, tensor in (tapped | plain).items()}
-    facts = {"device": runner.environment.hardware, "kind": kind, "taps_change_output": change}
+    facts = {"device": runner.environment.hardware, "kind": ready.kind, "taps_change_output": change}
     tensors.write(
         output,
         {"port": {name: taps[name] for name in in_order(taps)}},
         valid=runner.tokens.valid,
         attributes={"stage": stage, **facts},
+        documents={CONVERSION: ready.conversion},
     )
     return {**facts, "compilations": _compilations() - compiled}
 
@@ -173,7 +178,7 @@ def force_stage(
         StageError: if the port fails on this stage.
     """
     job = _Job.on_device(runner, stage, description, stage_input)
-    forward, _ = _prepare(job)
+    forward = _prepare(job).forward
     forced = {name: tensors.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
     with torch.no_grad():
         found = _on_host(forward(True, forced))
@@ -198,8 +203,7 @@ def run_chain(
         output = job.x
         for stage in stages:
             job = replace(job, stage=stage, description=descriptions[stage])
-            forward, _ = _prepare(job)
-            output = forward(False)[OUT]
+            output = _prepare(job).forward(False)[OUT]
             job = replace(job, x=output.to(job.dtype))  # as a stage gets it from a file
         return tensors.to_array(_storable(_on_host({OUT: output})[OUT]))
 
@@ -228,12 +232,25 @@ class _Job:
         return cls(runner, stage, description, dtype, ids, valid, x)
 
 
-def _prepare(job: _Job) -> tuple[Forward, str]:
-    """A stage that is ready to run, and its kind."""
+@dataclass(frozen=True)
+class _Ready:
+    """A stage that is ready to run, its kind, and how its weights were converted.
+
+    `conversion` is JSON: `reads`, how often each tensor on disk was read; and by parameter of the stage its `dtype`,
+    `shape`, the names on disk that it is made `of`, whether it is `transposed`, and whether it is `initial`, as `build`
+    left it.
+    """
+
+    forward: Forward
+    kind: str
+    conversion: Mapping[str, Any]
+
+
+def _prepare(job: _Job) -> _Ready:
     return (_prepare_port if job.runner.module else _prepare_transformers)(job)
 
 
-def _prepare_port(job: _Job) -> tuple[Forward, str]:
+def _prepare_port(job: _Job) -> _Ready:
     port = job.runner.module
     assert port is not None
     config = checkpoint.read_config(job.runner.directory)
@@ -242,10 +259,15 @@ def _prepare_port(job: _Job) -> tuple[Forward, str]:
     if not isinstance(module, nn.Module):
         raise StageError(f"{job.stage}: build() returns {type(module).__name__}, not a torch.nn.Module.")
     module.eval()
-    weights = checkpoint.StageWeights(checkpoint.tensors_of_stage(job.runner.directory, job.description))
-    state = {}
-    for name, tensor in _items(job.stage, port.convert(stage, weights)):
-        state[name] = _on_device(tensor, job.x.device, job.runner.environment.hardware)
+    tracing = provenance.Tracing()
+    on_disk = checkpoint.StageWeights(checkpoint.tensors_of_stage(job.runner.directory, job.description))
+    weights = provenance.Watched(on_disk, tracing)
+    built = dict(module.named_parameters()) | dict(module.named_buffers())
+    state, parameters = {}, {}
+    with tracing:
+        for name, tensor in _items(job.stage, port.convert(stage, weights)):
+            parameters[name] = _described(tensor, tracing, built.get(name))
+            state[name] = _on_device(tensor, job.x.device, job.runner.environment.hardware)
     try:
         module.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -265,10 +287,22 @@ def _prepare_port(job: _Job) -> tuple[Forward, str]:
             raise StageError(f"{job.stage}: the port returns {type(output).__name__}, not one tensor.")
         return (taps if with_taps else {}) | {OUT: output}
 
-    return forward, _kind(module, job.x)
+    return _Ready(forward, _kind(module, job.x), {"reads": weights.reads, "parameters": parameters})
 
 
-def _prepare_transformers(job: _Job) -> tuple[Forward, str]:
+def _described(tensor: torch.Tensor, tracing: provenance.Tracing, built: torch.Tensor | None) -> dict[str, Any]:
+    sources = tracing.sources(tensor)
+    alike = built is not None and (built.device, built.dtype) == (tensor.device, tensor.dtype)
+    is_initial = not sources and alike and torch.equal(cast("torch.Tensor", built).detach(), tensor)
+    return _entry(tensor, sources) | {"transposed": tracing.is_transposed(tensor), "initial": is_initial}
+
+
+def _entry(tensor: torch.Tensor, sources: Iterable[str]) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(tensor.shape), "of": sorted(sources), "transposed": False, "initial": False}
+
+
+def _prepare_transformers(job: _Job) -> _Ready:
     """The unmodified transformers stage. Only its experts run in a form of fixed shape, which compilers need."""
     from layerproof import loading
     from layerproof.experts import STATIC_EXPERTS, register
@@ -284,7 +318,12 @@ def _prepare_transformers(job: _Job) -> tuple[Forward, str]:
     def forward(with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
         return run_stage(model, job.stage, stage_input, job.ids, job.valid, with_taps, forced)
 
-    return forward, _kind(stage_module(model, job.stage), job.x)
+    of: dict[str, list[str]] = {}
+    for name, entry in job.description["tensors"].items():
+        of.setdefault(entry["parameter"], []).append(name)
+    parameters = {name: _entry(model.get_parameter_or_buffer(name), sources) for name, sources in of.items()}
+    reads = dict.fromkeys(job.description["tensors"], 1)
+    return _Ready(forward, _kind(stage_module(model, job.stage), job.x), {"reads": reads, "parameters": parameters})
 
 
 def _items(stage: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:

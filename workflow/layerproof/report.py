@@ -15,11 +15,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from layerproof import metrics
+from layerproof import metrics, report_audit
 from layerproof.fingerprint import REPOSITORY
 from layerproof.jobs import package_versions
 from layerproof.manifest import git_state
-from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of
+from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of, ranges
 from layerproof.taps import OUT, in_order
 
 Comparison = Mapping[str, Any]
@@ -46,13 +46,16 @@ def render(
     diagnoses: Sequence[Mapping[str, Any]],
     plots: Mapping[str, Path],
     unused: Sequence[str],
+    audit: Mapping[str, Any],
+    prediction: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> str:
     """The report as HTML.
 
     `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of
     results/verdicts.json, results/compare, results/compare/chain and results/diagnosis; `plots` are SVG files by stage,
-    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `config` is resolved.
+    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `audit` and `prediction` are the
+    contents of the files of that name; `config` is resolved.
     """
     environment = Environment(
         loader=FileSystemLoader(template.parent),
@@ -77,6 +80,7 @@ def render(
         logits=_logits(comparisons, chains),
         stages=[_stage(one, by_stage.get(one["stage"]), chains, images, limit) for one in comparisons],
         chains=chains,
+        audit=report_audit.section(audit, prediction),
         limit=limit,
         config=as_yaml(config),
         software=_software(),
@@ -697,18 +701,6 @@ def share(value: float | None) -> str:
 def brackets(index: Sequence[int]) -> str:
     """An index of a tensor, as `[0,17,3]`."""
     return f"[{','.join(map(str, index))}]"
-
-
-def ranges(stages: Sequence[str]) -> str:
-    """Names of stages with runs of layers put together: `embed, layer_000 to layer_005, norm`."""
-    runs: list[list[str]] = []
-    for stage in stages:
-        before = layer_of(runs[-1][-1]) if runs else None
-        if before is not None and layer_of(stage) == before + 1:
-            runs[-1].append(stage)
-        else:
-            runs.append([stage])
-    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def as_yaml(value: Any, indent: str = "") -> str:

@@ -98,3 +98,15 @@ def first_run(stages: Sequence[str], num_layers: int) -> list[str]:
     order = all_stages(num_layers)
     start = order.index(stages[0])
     return [stage for stage, following in zip(stages, order[start:], strict=False) if stage == following]
+
+
+def ranges(stages: Sequence[str]) -> str:
+    """Names of stages with runs of layers put together: `embed, layer_000 to layer_005, norm`."""
+    runs: list[list[str]] = []
+    for stage in stages:
+        before = layer_of(runs[-1][-1]) if runs else None
+        if before is not None and layer_of(stage) == before + 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +18,7 @@ import h5py
 import numpy as np
 
 from layerproof.errors import StageError, StageMissing
-from layerproof.files import replacing
+from layerproof.files import canonical_json, replacing
 from layerproof.metrics import Tensor, statistics
 from layerproof.noise import Noise
 
@@ -55,8 +56,10 @@ def write(
     *,
     valid: np.ndarray | None = None,
     attributes: Mapping[str, Any] | None = None,
+    documents: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes tensors by group and tap, each with its statistics (over the tokens in `valid`) as attributes.
+    """Writes tensors by group and tap, each with its statistics (over the tokens in `valid`) as attributes, and JSON
+    values by name beside the groups.
 
     Raises:
         StageError: if the file cannot be written, for instance because the disk is full; nothing is left behind.
@@ -66,6 +69,9 @@ def write(
         for group, tensors in groups.items():
             for tap, tensor in tensors.items():
                 _write_dataset(file, f"{group}/{tap}", tensor, valid)
+        for name, value in (documents or {}).items():
+            data = np.frombuffer(canonical_json(value).encode(), np.uint8)
+            file.create_dataset(name, data=data, chunks=data.shape, fletcher32=True)
 
 
 def write_noise(path: Path, noise: Mapping[str, Noise], variants: Sequence[str], chained: Tensor) -> None:
@@ -248,6 +254,16 @@ def read(path: Path, name: str) -> Tensor:
     with reading(path) as file:
         dataset = cast("h5py.Dataset", file[name])
         return Tensor(dataset[...], attributes(dataset)["dtype"])
+
+
+def read_document(path: Path, name: str) -> Any:
+    """A JSON value of a file.
+
+    Raises:
+        StageError: as `reading` does.
+    """
+    with reading(path) as file:
+        return json.loads(cast("h5py.Dataset", file[name])[...].tobytes())
 
 
 def check(path: Path) -> None:

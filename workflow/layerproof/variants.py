@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 OTHER_ATTENTION = {"eager": "sdpa", "sdpa": "eager"}
 OTHER_EXPERTS = {"eager": "batched_mm", "grouped_mm": "eager", "batched_mm": "eager"}
 
+VARIANTS = ("implementations", "stepwise", "split", "input")
+
 Run = Callable[[torch.Tensor | None], Any]
 
 
@@ -33,7 +35,7 @@ def variants(model: PreTrainedModel, run: Run, stage_input: torch.Tensor | None)
     attention, experts = _named(model)
     with _implementations(model, OTHER_ATTENTION.get(attention), OTHER_EXPERTS.get(experts)):
         yield "implementations", run(stage_input)
-    with _implementations(model, "eager", "eager"), _Stepwise():
+    with _implementations(model, "eager", "eager"), Stepwise():
         yield "stepwise", run(stage_input)
     with split(model, stage_input.device):
         yield "split", run(stage_input)
@@ -43,7 +45,7 @@ def variants(model: PreTrainedModel, run: Run, stage_input: torch.Tensor | None)
 @contextlib.contextmanager
 def split(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
     """The variant of this name inside the block: of all, the one that differs most from the golden."""
-    with _implementations(model, "eager", "eager"), _Stepwise(), _Split(device):
+    with _implementations(model, "eager", "eager"), Stepwise(), _Split(device):
         yield
 
 
@@ -83,7 +85,9 @@ def last_bits_changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     return torch.where(drawn < 1 / 12, torch.nextafter(host, towards), host).to(x.device)
 
 
-class _Stepwise(TorchFunctionMode):
+class Stepwise(TorchFunctionMode):
+    """The variant of this name inside the block, where attention and experts are eager."""
+
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:

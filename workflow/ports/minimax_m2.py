@@ -231,11 +231,19 @@ def convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple
     yield "moe.router_bias", weights[moe + "e_score_correction_bias"].float()
     experts = stage.config["num_local_experts"]
     for name, matrix in EXPERT_NAMES.items():
-        first = dequantized(weights, f"{moe}experts.0.{matrix}.weight", stage.dtype)
-        stacked = first.new_empty(experts, *first.shape)
-        for expert in range(experts):  # into place, so that no expert is in memory twice
-            stacked[expert] = dequantized(weights, f"{moe}experts.{expert}.{matrix}.weight", stage.dtype)
-        yield name, stacked
+        read = (
+            dequantized(weights, f"{moe}experts.{expert}.{matrix}.weight", stage.dtype) for expert in range(experts)
+        )
+        yield name, stack(read, experts)
+
+
+def stack(matrices: Iterator[torch.Tensor], number: int) -> torch.Tensor:
+    """Matrices as one tensor; each is put in its place when it is read, so that none is in memory twice."""
+    stacked = torch.empty(0)
+    for index, matrix in enumerate(matrices):
+        stacked = matrix.new_empty(number, *matrix.shape) if index == 0 else stacked
+        stacked[index] = matrix
+    return stacked
 
 
 def dequantized(weights: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -53,6 +53,8 @@ rule report:
         template="workflow/layerproof/templates/report.html.j2",
         verdicts=rules.verdicts.output.verdicts,
         unused=rules.weights.output.unused,
+        audit=rules.audit.output.audit,
+        prediction=rules.predict.output.prediction,
         comparisons=rules.verdicts.input.comparisons,
         chains=rules.verdicts.input.chains,
         diagnoses=rules.verdicts.input.diagnoses,
@@ -73,7 +75,8 @@ rule report:
         stamp=lambda wildcards: stamp("report", "results/report.html"),
     shell:
         "python -m layerproof report {output.html:q} --template {input.template:q}"
-        " --verdicts {input.verdicts:q} --unused {input.unused:q} --comparisons {input.comparisons:q}"
+        " --verdicts {input.verdicts:q} --unused {input.unused:q} --audit {input.audit:q} --prediction {input.prediction:q}"
+        " --comparisons {input.comparisons:q}"
         " --chains {input.chains:q} --diagnoses {input.diagnoses:q} --plots {input.plots:q} --records {input.records:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 

@@ -82,6 +82,29 @@ def compare_chain_spec(wildcards):
     )
 
 
+def predict_spec(wildcards):
+    return spec(
+        "torch",
+        "transformers",
+        checkpoint_dir=CHECKPOINT,
+        trust_remote_code=SETTINGS["model"]["trust_remote_code"],
+        golden={"dtype": SETTINGS["golden"]["dtype"]},
+        port={key: SETTINGS["port"][key] for key in ("dtype", "backend")},
+    )
+
+
+def audit_spec(wildcards):
+    return spec(
+        "torch",
+        "transformers",
+        "h5py",
+        checkpoint_dir=CHECKPOINT,
+        trust_remote_code=SETTINGS["model"]["trust_remote_code"],
+        golden_dtype=SETTINGS["golden"]["dtype"],
+        port_dtype=SETTINGS["port"]["dtype"],
+    )
+
+
 def verdicts_spec(wildcards):
     return spec()
 

@@ -1,0 +1,171 @@
+"""What the audit finds in ports that convert their weights in other ways than they should, and in those that do not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerproof import audit, loading, port, tensors
+from models import save
+from streaming import TOKENS, stream
+
+PORT = Path("workflow/ports/minimax_m2.py")
+STAGE = "layer_001"
+ATTENTION = "model.layers.1.self_attn."
+NAMED = "        yield name, dequantized(weights, prefix + source, stage.dtype)\n"
+
+
+def convert_as(name, made):
+    """An edit of the shipped conversion: another value for one of its parameters."""
+    line = f'        weight = {made} if name == "{name}" else dequantized(weights, prefix + source, stage.dtype)\n'
+    return (NAMED, f"{line}        yield name, weight\n")
+
+
+@pytest.fixture(scope="module", params=["minimax_m2", "minimax_m2_fp8"])
+def run(request, tmp_path_factory):
+    """The golden of a small MiniMax-M2, as released in bf16 and in FP8."""
+    directory = tmp_path_factory.mktemp(request.param)
+    save(request.param, directory / "model")
+    stream(directory / "model", directory)
+    return directory
+
+
+def findings(run, directory, *edits, **settings):
+    """Kind and text of what is found in the shipped port with lines replaced."""
+    source = PORT.read_text()
+    for old, new in edits:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return findings_in(run, directory, source, **settings)
+
+
+def findings_in(run, directory, source, **settings):
+    (directory / "port.py").write_text(source)
+    settings = {
+        **{"backend": "xla", "module": str(directory / "port.py"), "device": "CPU", "dtype": "bfloat16", "options": {}},
+        **{"trust_remote_code": False, **settings},
+    }
+    descriptions, _ = loading.describe_stages(run / "model", [STAGE], trust_remote_code=False)
+    fed = tensors.read(run / "layer_000.h5", "golden/out")
+    runner = port.Runner.start(run / "model", TOKENS, settings)
+    port.make_stage(runner, STAGE, descriptions[STAGE], fed, directory / "port.h5")
+    dtypes = {"trust_remote_code": False, "golden_dtype": "bfloat16", "port_dtype": settings["dtype"]}
+    files = {STAGE: run / f"{STAGE}.h5"}, {STAGE: directory / "port.h5"}
+    entry = audit.audit(run / "model", descriptions, *files, dtypes)["stages"][STAGE]
+    assert entry["golden"].keys() <= {"bfloat16", "float32"} and entry["port"]
+    return [(finding["kind"], finding["text"]) for finding in entry["findings"] if not finding["note"]]
+
+
+def test_the_shipped_port_and_transformers_have_their_books_in_order(run, tmp_path):
+    assert findings(run, tmp_path) == []
+    assert findings(run, tmp_path, backend="transformers") == []
+
+
+def test_bytes_by_dtype(run, tmp_path):
+    findings(run, tmp_path)
+    descriptions, _ = loading.describe_stages(run / "model", [STAGE], trust_remote_code=False)
+    golden = loading.parameters_of(loading.meta_model(run / "model", False, torch.bfloat16), STAGE)
+    entry = audit.audit_stage(descriptions[STAGE], golden, torch.bfloat16, run / f"{STAGE}.h5", tmp_path / "port.h5")
+    tensors_on_disk = descriptions[STAGE]["tensors"].values()
+    assert sum(entry["disk"].values()) == sum(
+        torch.Size(one["shape"]).numel() * {"F8_E4M3": 1, "BF16": 2, "F32": 4}[one["dtype"]] for one in tensors_on_disk
+    )
+    experts = next(tensor.numel() for name, tensor in golden.items() if name.endswith("correction_bias"))
+    assert entry["port"] == {
+        "bfloat16": 2 * (sum(tensor.numel() for tensor in golden.values()) - experts),
+        "float32": 4 * experts,
+    }
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind", "text"),
+    [
+        (
+            convert_as("attention.o_proj.weight", "dequantized(weights, prefix + source, torch.float32)"),
+            "upcast",
+            "attention.o_proj.weight, moe.router_bias: float32 in the port and bfloat16 on disk, which takes",
+        ),
+        (
+            convert_as(
+                "attention.v_proj.weight", 'dequantized(weights, prefix + "self_attn.k_proj.weight", stage.dtype)'
+            ),
+            "never read",
+            f"{ATTENTION}v_proj.weight",
+        ),
+        (
+            convert_as(
+                "attention.v_proj.weight", 'dequantized(weights, prefix + "self_attn.k_proj.weight", stage.dtype)'
+            ),
+            "twice",
+            "loaded more than once, into attention.k_proj.weight, attention.v_proj.weight.",
+        ),
+        (
+            convert_as("input_norm.weight", "torch.ones(stage.config['hidden_size'], dtype=stage.dtype)"),
+            "never read",
+            "model.layers.1.input_layernorm.weight: on disk and never asked for by convert().",
+        ),
+        (
+            convert_as("input_norm.weight", "weights[prefix + source] * 0 + 1"),
+            None,  # it went in, if to no effect: that is for the comparison to say
+            "",
+        ),
+        (
+            (
+                'dequantized(weights, f"{moe}experts.{expert}.{matrix}.weight", stage.dtype)',
+                'dequantized(weights, f"{moe}experts.0.{matrix}.weight", stage.dtype)',
+            ),
+            "never read",
+            "model.layers.1.block_sparse_moe.experts.*.w*.weight",
+        ),
+        (
+            (
+                'dequantized(weights, f"{moe}experts.{expert}.{matrix}.weight", stage.dtype)',
+                'dequantized(weights, f"{moe}experts.0.{matrix}.weight", stage.dtype)',
+            ),
+            "twice",
+            "times the elements of model.layers.1.block_sparse_moe.experts.0.w1.weight",
+        ),
+        (
+            (
+                "return x + self.moe(self.post_attention_norm(x))",
+                "return (x + self.moe(self.post_attention_norm(x))).float()",
+            ),
+            "activations",
+            "out: float32, where the golden has bfloat16. The next stage gets it so unless the port narrows it.",
+        ),
+    ],
+    ids=["upcast", "v from k", "k twice", "norm of ones", "no effect", "one expert", "expert 0", "out"],
+)
+def test_a_finding_names_what_is_wrong(run, tmp_path, edit, kind, text):
+    found = findings(run, tmp_path, edit)
+    assert (kind is None and not found) or any(one == kind and text in sentence for one, sentence in found), found
+
+
+OWN_INITIAL = """
+import torch
+
+class Norm(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(config["hidden_size"], dtype=torch.bfloat16))
+        self.bias = torch.nn.Parameter(torch.zeros(config["hidden_size"], dtype=torch.bfloat16))
+
+    def forward(self, x, positions, valid):
+        return x * self.weight + self.bias
+
+def build(stage):
+    return Norm(stage.config)
+
+def convert(stage, weights):
+    state = build(stage).state_dict()
+    weights["model.layers.1.input_layernorm.weight"]
+    state["bias"] = torch.from_numpy(weights["model.layers.1.post_attention_layernorm.weight"].float().numpy()).bfloat16()
+    return state
+"""
+
+
+def test_values_of_the_ports_own_and_of_unknown_origin(run, tmp_path):
+    found = dict(findings_in(run, tmp_path, OWN_INITIAL))
+    assert found["initial"] == "weight: as build() left it; nothing on disk went into it."
+    assert "model.layers.1.block_sparse_moe.experts.*.w*.weight" in found["never read"]
+    assert "dropped" not in found, "it may have gone into bias"

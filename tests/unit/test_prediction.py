@@ -1,0 +1,82 @@
+"""What is foretold of a run is what it takes."""
+
+import h5py
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from layerproof import checkpoint, golden, loading, port, prediction, tensors
+from layerproof.stages import all_stages
+from layerproof.tokens import pad
+from models import CONFIGS, save
+from peak import Peak
+from streaming import SETTINGS, stream
+
+GOLDEN, PORT = {"dtype": "bfloat16"}, {"dtype": "bfloat16", "backend": "xla"}
+ASKED = {"golden": GOLDEN, "port": PORT, "trust_remote_code": False}
+LONG = pad([list(range(3, 80)) * 6, [5, 9, 2, 40, 41]], pad_id=0)
+
+
+def predicted(directory, tokens, **asked):
+    stages = all_stages(checkpoint.num_layers(checkpoint.read_config(directory)))
+    descriptions, _ = loading.describe_stages(directory, stages, trust_remote_code=False)
+    return prediction.predict(directory, descriptions, tokens, ASKED | asked), descriptions
+
+
+def stored(path):
+    """Bytes of the tensors in a file."""
+    with h5py.File(path) as file:
+        found = []
+        for group in ("golden", "truth", "port"):
+            if group in file:
+                file[group].visititems(lambda _, node: found.append(getattr(node, "nbytes", 0)))
+        return sum(found)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_weights_and_files_are_exact(model_type, tmp_path):
+    save(model_type, tmp_path / "model")
+    foretold, descriptions = predicted(tmp_path / "model", LONG, port=PORT | {"backend": "transformers"})
+    total = sum(
+        tensor.nbytes for shard in (tmp_path / "model").glob("*.safetensors") for tensor in load_file(shard).values()
+    )
+    tied = descriptions["embed"]["tensors"].keys() & descriptions["lm_head"]["tensors"].keys()
+    twice = foretold["stages"]["embed"]["weights"]["golden"] if tied else 0
+    assert sum(one["weights"]["golden"] for one in foretold["stages"].values()) == total + twice
+    stage = "layer_001"
+    model = golden.load(stage, tmp_path / "model", descriptions[stage], torch.device("cpu"), torch.bfloat16, SETTINGS)
+    held = sum(tensor.nbytes for tensor in loading.parameters_of(model, stage).values())
+    assert foretold["stages"][stage]["weights"]["golden"] == held
+
+    stream(tmp_path / "model", tmp_path, tokens=LONG)
+    settings = {"backend": "transformers", "device": "CPU", "dtype": "bfloat16", "trust_remote_code": False}
+    runner = port.Runner.start(tmp_path / "model", LONG, settings)
+    fed = tensors.read(tmp_path / "layer_000.h5", "golden/out")
+    port.make_stage(runner, stage, descriptions[stage], fed, tmp_path / "port.h5")
+    files = stored(tmp_path / f"{stage}.h5") + 2 * stored(tmp_path / "port.h5")
+    assert foretold["stages"][stage]["files"] == pytest.approx(files, rel=0.02)  # wider integers in files
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_golden_job_takes_what_is_foretold_and_not_much_less(model_type, tmp_path):
+    save(model_type, tmp_path / "model")
+    stages = stream(tmp_path / "model", tmp_path, tokens=LONG)
+    foretold, descriptions = predicted(tmp_path / "model", LONG)
+    for stage, before in (("layer_001", "layer_000"), ("lm_head", "norm")):
+        paths = [tmp_path / name for name in (f"{before}.h5", f"{before}.noise.h5", "again.h5", "noise.h5")]
+        settings = SETTINGS | {"compared": stages}
+        with Peak() as peak:
+            golden.make_stage(stage, tmp_path / "model", descriptions[stage], LONG, *paths, settings)
+        assert 0.5 < peak.bytes / foretold["stages"][stage]["golden"] < 1.15, stage
+
+
+def test_a_machine_is_told_by_its_memory():
+    size = 60 * prediction.GIB
+    stages = {"layer_000": {"weights": {"golden": size, "port": size}}}
+    totals = {"golden": size, "port": size, "whole": 3 * size}
+    found = {one["machine"].split(",")[0]: one for one in prediction.machines({"stages": stages, **totals})}
+    assert not found["1 x A100 40 GB"]["stage"] and found["1 x H100 80 GB"]["stage"]
+    assert not found["1 x H100 80 GB"]["whole"] and found["8 x A100 80 GB"]["whole"]
+    assert found["8 x A100 80 GB"]["devices"] == 3
+    trn = found["trn2.48xlarge"]
+    assert trn["side"] == "port" and not trn["stage"] and trn["whole"] and trn["devices"] == 3

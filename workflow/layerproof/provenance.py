@@ -1,0 +1,111 @@
+"""Where the tensors come from that a port's `convert` makes: which ones on disk went into each, transposed or not.
+
+torch's own functions are followed while they run. What goes through anything else, such as numpy, comes out without a
+known origin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Tracing(TorchFunctionMode):
+    """Follows tensors of `Watched` weights through torch's functions inside its `with` block.
+
+    Sources belong to a storage, since a view or a parameter of it holds the same numbers; the transposition to a tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sources: dict[int, tuple[StorageWeakRef, set[str]]] = {}
+        self._transposed = WeakTensorKeyDictionary()
+
+    def sources(self, tensor: torch.Tensor) -> set[str]:
+        """Names on disk of what went into a tensor on the CPU; empty if nothing did or its way was lost."""
+        if tensor.device.type != "cpu":
+            return set()
+        reference, found = self._sources.get(tensor.untyped_storage()._cdata, (None, set()))
+        return set() if reference is None or reference.expired() else found
+
+    def is_transposed(self, tensor: torch.Tensor) -> bool:
+        """Whether what went into a tensor has its last dimension elsewhere in it than on disk."""
+        return bool(self._transposed.get(tensor, False))
+
+    def add(self, tensor: torch.Tensor, sources: Iterable[str], transposed: bool = False) -> None:
+        """Notes what went into a tensor, besides what did already."""
+        if tensor.device.type != "cpu":
+            return
+        storage = tensor.untyped_storage()
+        self._sources[storage._cdata] = StorageWeakRef(storage), self.sources(tensor) | set(sources)
+        self._transposed[tensor] = transposed
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = _name(func)
+        if name.endswith("_like") or name.startswith("new_"):
+            return result  # of the tensor only its shape goes in
+        read = [one for one in _tensors((args, kwargs)) if self.sources(one)]
+        if not read:
+            return result
+        sources = set().union(*map(self.sources, read))
+        transposed = any(map(self.is_transposed, read)) != _moves_last(name, args)
+        for made in _tensors(result):
+            self.add(made, sources, transposed)
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            for written in (args[0], args[0]._base):
+                if isinstance(written, torch.Tensor):
+                    self.add(written, sources, transposed)
+        return result
+
+
+class Watched(Mapping[str, torch.Tensor]):
+    """Weights by their names on disk; `reads` counts how often each was asked for."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], tracing: Tracing) -> None:
+        self._weights, self._tracing = weights, tracing
+        self.reads = dict.fromkeys(weights, 0)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._weights[name]
+        self.reads[name] += 1
+        self._tracing.add(tensor, [name])
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.reads  # a Mapping would read it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.reads)
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+
+def _name(func: Callable) -> str:
+    """A torch function's name; of a property such as `.T`, the property's."""
+    name = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _moves_last(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a function puts another dimension last."""
+    if name in ("t", "T", "mT", "H", "mH", "adjoint"):
+        return True
+    dims = [dim for dim in tree_leaves(args[1:]) if isinstance(dim, int)]
+    last = args[0].ndim - 1 if args and isinstance(args[0], torch.Tensor) else 0
+    if name in ("transpose", "swapaxes", "swapdims") and len(dims) == 2:
+        return dims[0] % (last + 1) != dims[1] % (last + 1) and last in {dim % (last + 1) for dim in dims}
+    return name == "permute" and bool(dims) and dims[-1] % (last + 1) != last

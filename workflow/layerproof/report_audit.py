@@ -1,0 +1,55 @@
+"""What the report says of weights and memory: results/audit.json and results/prediction.json in words."""
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from layerproof.files import size
+from layerproof.stages import layer_of, ranges
+
+
+def section(audit: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+    """The `rows` of the table of weights, `findings` and `notes` as sentences, and what the run takes, with `machines`."""
+    return {
+        "rows": _rows(audit["stages"], prediction["stages"]),
+        "findings": _sentences(audit["stages"], notes=False),
+        "notes": _sentences(audit["stages"], notes=True),
+        "run": {
+            "Golden, largest stage": size(prediction["golden"]),
+            "Golden, whole model in one process": size(prediction["whole"]),
+            "Port, largest stage": size(prediction["port"]),
+            "Tensors of all stages in results/": size(prediction["files"]),
+        },
+        "machines": prediction["machines"],
+    }
+
+
+def _rows(audited: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[dict[str, str]]:
+    """One row for stages that follow one another and have the same numbers."""
+    rows = {stage: _row(entry, predicted.get(stage)) for stage, entry in audited.items()}
+    groups = [list(group) for _, group in groupby(rows, key=lambda stage: rows[stage])]
+    return [{"stages": ranges(group), **rows[group[0]]} for group in groups]
+
+
+def _row(audited: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> dict[str, str]:
+    return {
+        **{side: _by_dtype(audited[side]) for side in ("disk", "golden", "port")},
+        "golden_job": size(predicted["golden"]) if predicted else "–",
+        "port_job": size(predicted["port"]) if predicted else "–",
+    }
+
+
+def _by_dtype(found: Mapping[str, int] | None) -> str:
+    if not found:
+        return "–"
+    return ", ".join(f"{size(count)} {dtype}" for dtype, count in sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _sentences(audited: Mapping[str, Any], notes: bool) -> list[str]:
+    """Findings, each once for all stages that have it."""
+    by_text: dict[str, list[str]] = {}
+    for stage, entry in audited.items():
+        for finding in entry["findings"]:
+            if finding["note"] == notes:
+                by_text.setdefault(finding["text"].replace(f".{layer_of(stage)}.", ".N."), []).append(stage)
+    return [f"{ranges(stages)}: {text}" for text, stages in by_text.items()]

@@ -1,0 +1,53 @@
+# results/weights/, results/tokens.json -> results/prediction.json
+# results/weights/, results/golden/, results/port/ -> results/audit.json
+
+
+rule predict:
+    """The memory that each job will take, and the disk that the run will."""
+    input:
+        weights=expand("results/weights/{stage}.json", stage=ALL_STAGES),
+        tokens=rules.tokens.output.tokens,
+        config=CONFIG_JSON,
+        stamp=lambda wildcards: stamp_file("results/prediction.json", predict_spec(wildcards)),
+    output:
+        prediction=update("results/prediction.json"),
+        record=update("results/records/prediction.json"),
+    log:
+        "results/logs/prediction.log",
+    benchmark:
+        "results/benchmarks/prediction.tsv"
+    container:
+        containers["golden"]
+    params:
+        spec=predict_spec,
+        stamp=lambda wildcards: stamp("predict", "results/prediction.json"),
+    shell:
+        "python -m layerproof predict {output.prediction:q} --weights {input.weights:q} --tokens {input.tokens:q}"
+        " --config {input.config:q}"
+        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+
+
+rule audit:
+    """Of every stage the weights on disk, in the golden and in the port, and what became of them."""
+    input:
+        weights=expand("results/weights/{stage}.json", stage=STAGES),
+        config=CONFIG_JSON,
+        golden=expand("results/golden/{stage}.h5", stage=STAGES),
+        port=expand("results/port/{stage}.h5", stage=STAGES),
+        stamp=lambda wildcards: stamp_file("results/audit.json", audit_spec(wildcards)),
+    output:
+        audit=update("results/audit.json"),
+        record=update("results/records/audit.json"),
+    log:
+        "results/logs/audit.log",
+    benchmark:
+        "results/benchmarks/audit.tsv"
+    container:
+        containers["golden"]
+    params:
+        spec=audit_spec,
+        stamp=lambda wildcards: stamp("audit", "results/audit.json"),
+    shell:
+        "python -m layerproof audit {output.audit:q} --weights {input.weights:q} --config {input.config:q}"
+        " --golden {input.golden:q} --port {input.port:q}"
+        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
