@@ -1,7 +1,7 @@
 # Layerproof. Golden and port, one stage at a time:
 #
 #   checkpoint, prompts -> results/weights/STAGE.json, results/tokens.json
-#     -> results/prediction.json                            the memory that each job will take
+#     -> results/prediction.json, results/preflight/SIDE.json   what jobs will take, and whether this host has it
 #     -> results/golden/STAGE.h5, results/noise/STAGE.h5    the trusted model, with fp32 truth; its noise
 #     -> results/port/STAGE.h5, results/chain/A-B/STAGE.h5  the port on the golden's input, and on its own
 #     -> results/audit.json                                 what became of the weights

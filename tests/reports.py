@@ -159,3 +159,13 @@ def prediction(comparisons):
     machine = {"machine": "8 x A100 80 GB", "side": "golden", "stage": True, "whole": False, "devices": 9}
     totals = {"golden": 7_900_000_000, "port": 7_600_000_000, "whole": 730_000_000_000, "files": 2_500_000_000}
     return {"schema_version": 1, "stages": stages, **totals, "machines": [machine]}
+
+
+def preflights():
+    found = {
+        "name": "device",
+        "status": "warn",
+        "text": "a GPU that torch does not see",
+        "remedy": "Install a torch for it.",
+    }
+    return [{"schema_version": 1, "side": side, "checks": [found]} for side in ("golden", "port")]

@@ -24,7 +24,7 @@ def sentences(comparisons, chains=(), diagnoses=()):
 def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings=(), **config):
     verdicts = reports.collect(comparisons, chains, diagnoses)
     settings = reports.CONFIG | config
-    books = reports.audit(comparisons, *findings), reports.prediction(comparisons)
+    books = reports.audit(comparisons, *findings), reports.prediction(comparisons), reports.preflights()
     return report.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, plots or {}, unused, *books, settings)
 
 

@@ -315,3 +315,15 @@ def test_empty_prompts(workflow):
     assert outcome.returncode != 0
     assert "empty.txt: holds no prompt" in workflow.log("tokens") and "Traceback" not in workflow.log("tokens")
     assert "empty.txt: holds no prompt" in outcome.text
+
+
+def test_a_side_that_the_host_cannot_run_is_told_before_its_jobs(workflow):
+    workflow.configure(port={"device": "NEURON"})
+    outcome = workflow.run(check=False)
+    assert outcome.returncode != 0
+    assert "fail device: neuron-ls is not here. Install aws-neuronx-tools" in outcome.text
+    assert "Traceback" not in workflow.log("preflight/port")
+    assert not [name for name in outcome.made if name.startswith(("port/", "chain/"))]
+    workflow.configure(port={"device": "auto"})
+    workflow.run()
+    assert set(statuses(workflow).values()) == {"pass"}

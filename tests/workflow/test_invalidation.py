@@ -54,7 +54,7 @@ def plotted(stages):
 
 
 EVERYTHING = {
-    *("tokens.json", "prediction.json", *TELLING),
+    *("tokens.json", "prediction.json", "preflight/golden.json", "preflight/port.json", *TELLING),
     *(f"weights/{name}.json" for name in (*STAGES, "unused")),
     *golden(STAGES),
     *isolated(STAGES),

@@ -10,6 +10,7 @@ import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,38 @@ def make_prediction(args: argparse.Namespace) -> None:
     jobs.run(_job(args, [*args.weights, args.tokens, args.config]), work)
 
 
+def make_preflight(args: argparse.Namespace) -> int | None:
+    """Checks of a side as a job of the workflow or, without an output, by hand: told on the terminal and kept nowhere."""
+    from layerproof import preflight
+
+    def look(config: Mapping[str, Any], checkpoint: Path, results: Path) -> list[preflight.Check]:
+        prediction = read_json(args.prediction) if args.prediction and args.prediction.exists() else None
+        found = preflight.check_side(args.side, config, checkpoint, results, prediction)
+        print(*preflight.lines(found), sep="\n", flush=True)
+        return found
+
+    if not args.outputs:
+        import yaml
+
+        from layerproof.config import resolve
+
+        resolved = resolve(yaml.safe_load(args.config.read_text(encoding="utf-8")))
+        found = look(resolved.resolved, Path(resolved.checkpoint), Path("results"))
+        return int(any(check.status == preflight.FAIL for check in found))
+
+    (output,) = args.outputs
+
+    def work() -> None:
+        found = look(args.spec, _checkpoint(args), output.parent.parent)
+        failed = [check for check in found if check.status == preflight.FAIL]
+        if failed:
+            raise UserError(f"the {args.side} cannot run on this host: {' '.join(preflight.lines(failed))}")
+        write_json(output, {"schema_version": 1, "side": args.side, "checks": [asdict(check) for check in found]})
+
+    jobs.run(_job(args, [args.prediction]), work)
+    return None
+
+
 def make_audit(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
@@ -361,13 +394,16 @@ def make_report(args: argparse.Namespace) -> None:
             read_json(args.unused),
             read_json(args.audit),
             read_json(args.prediction),
+            list(map(read_json, args.preflights)),
             args.spec["config"],
         )
         write_text(output, html)
 
     # Not the records: they hold times, which are no reason to write the report again.
     files = [args.template, args.verdicts, args.unused, args.audit, args.prediction]
-    jobs.run(_job(args, [*files, *args.comparisons, *args.chains, *args.diagnoses, *args.plots]), work)
+    jobs.run(
+        _job(args, [*files, *args.preflights, *args.comparisons, *args.chains, *args.diagnoses, *args.plots]), work
+    )
 
 
 def make_manifest(args: argparse.Namespace) -> None:
@@ -497,8 +533,19 @@ def parser() -> argparse.ArgumentParser:
         make_report,
         "Writes the report.",
         *("template", "verdicts", "unused", "audit", "prediction"),
-        *("comparisons", "chains", "diagnoses", "plots", "records"),
+        *("preflights", "comparisons", "chains", "diagnoses", "plots", "records"),
     )
+
+    text = "Checks whether this host can run a side; without an output, by hand."
+    verb = verbs.add_parser("preflight", help=text, description=text)
+    verb.set_defaults(action=make_preflight)
+    verb.add_argument("outputs", nargs="*", type=Path, help="file to write")
+    verb.add_argument("--side", choices=("golden", "port"), required=True)
+    verb.add_argument("--config", type=Path, default=Path("config.yaml"), help="which settings to check by hand")
+    verb.add_argument("--prediction", type=Path, default=Path("results/prediction.json"))
+    verb.add_argument("--spec", type=json.loads, help="settings of the job, as JSON")
+    verb.add_argument("--stamp", nargs="+", default=["new"], help="as of the other jobs")
+    verb.add_argument("--record", nargs="+", type=Path, help="as of the other jobs")
 
     verb = verbs.add_parser("manifest", help="Lists every file of results/ with its digest.")
     verb.set_defaults(action=make_manifest)

@@ -48,14 +48,15 @@ def render(
     unused: Sequence[str],
     audit: Mapping[str, Any],
     prediction: Mapping[str, Any],
+    preflights: Sequence[Mapping[str, Any]],
     config: Mapping[str, Any],
 ) -> str:
     """The report as HTML.
 
     `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of
     results/verdicts.json, results/compare, results/compare/chain and results/diagnosis; `plots` are SVG files by stage,
-    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `audit` and `prediction` are the
-    contents of the files of that name; `config` is resolved.
+    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `audit`, `prediction` and
+    `preflights` are the contents of the files of that name; `config` is resolved.
     """
     environment = Environment(
         loader=FileSystemLoader(template.parent),
@@ -83,6 +84,7 @@ def render(
         audit=report_audit.section(audit, prediction),
         limit=limit,
         config=as_yaml(config),
+        preflights=preflights,
         software=_software(),
         hardware=_hardware(),
     )

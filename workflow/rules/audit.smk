@@ -1,4 +1,4 @@
-# results/weights/, results/tokens.json -> results/prediction.json
+# results/weights/, results/tokens.json -> results/prediction.json -> results/preflight/SIDE.json
 # results/weights/, results/golden/, results/port/ -> results/audit.json
 
 
@@ -25,6 +25,35 @@ rule predict:
         "python -m layerproof predict {output.prediction:q} --weights {input.weights:q} --tokens {input.tokens:q}"
         " --config {input.config:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+
+
+# One rule for each side, because each runs on its own hosts.
+for side in ("golden", "port"):
+
+    rule:
+        name:
+            f"preflight_{side}"
+        input:
+            prediction=rules.predict.output.prediction,
+            stamp=lambda wildcards, side=side: stamp_file(f"results/preflight/{side}.json", preflight_spec(side)),
+        output:
+            preflight=update(f"results/preflight/{side}.json"),
+            record=update(f"results/records/preflight/{side}.json"),
+        log:
+            f"results/logs/preflight/{side}.log",
+        benchmark:
+            f"results/benchmarks/preflight/{side}.tsv"
+        container:
+            containers[side]
+        resources:
+            **{"golden": {"gpu": 1}, "port": {"neuron": 1}}[side],
+        params:
+            side=side,
+            spec=preflight_spec(side),
+            stamp=lambda wildcards, side=side: stamp(f"preflight_{side}", f"results/preflight/{side}.json"),
+        shell:
+            "python -m layerproof preflight {output.preflight:q} --side {params.side} --prediction {input.prediction:q}"
+            " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 
 
 rule audit:

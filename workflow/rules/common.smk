@@ -112,6 +112,11 @@ def golden_stamps(wildcards):
     return [stamp("golden_whole", f"results/golden/{stage}.h5") for stage in GOLDEN]
 
 
+def preflight(side):
+    """The checks of a side's host: made before its jobs, and no reason to run one again."""
+    return ancient(f"results/preflight/{side}.json")
+
+
 def asked_for(target):
     """A target that no other needs, in a list if it is there or asked for in this call: from then on it is kept up to date."""
     return [target] if exists(target) or target in map(str, workflow.dag_settings.targets) else []

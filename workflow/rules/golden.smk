@@ -9,6 +9,7 @@ rule golden_stage:
         config=CONFIG_JSON,
         previous=lambda wildcards: previous_golden(wildcards.stage),
         noise=lambda wildcards: previous_golden(wildcards.stage, "noise"),
+        preflight=preflight("golden"),
         stamp=lambda wildcards: stamp_file(f"results/golden/{wildcards.stage}.h5", golden_stage_spec(wildcards)),
     output:
         tensors=update("results/golden/{stage}.h5"),
@@ -42,6 +43,7 @@ if SETTINGS["golden"]["mode"] == "whole":
             weights=expand("results/weights/{stage}.json", stage=GOLDEN),
             tokens=rules.tokens.output.tokens,
             config=CONFIG_JSON,
+            preflight=preflight("golden"),
             stamps=golden_stamp_files,
         output:
             tensors=update(expand("results/golden/{stage}.h5", stage=GOLDEN)),

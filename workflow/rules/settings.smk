@@ -93,6 +93,11 @@ def predict_spec(wildcards):
     )
 
 
+def preflight_spec(side):
+    asked = {"golden": ("device", "mode"), "port": ("device",)}[side]
+    return spec(checkpoint_dir=CHECKPOINT, **{side: {key: SETTINGS[side][key] for key in asked}})
+
+
 def audit_spec(wildcards):
     return spec(
         "torch",

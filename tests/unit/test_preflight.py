@@ -1,0 +1,204 @@
+"""What preflight says of a host: of devices as their drivers describe them, of memory, disk, versions and checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from layerproof import preflight
+from layerproof.errors import UserError
+from layerproof.preflight import Check, Gpu, NeuronDevice
+from models import save
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+GIB = 1 << 30
+NO_DRIVER = (
+    'time="2026-09-12T02:42:06Z" level=fatal msg="Failed to load MLA system information" '
+    'error="failed to discover Neuron devices"\n'
+)
+GOLDEN = {"device": "auto", "mode": "streamed"}
+PREDICTION = {"golden": 8 * GIB, "port": 8 * GIB, "whole": 430 * GIB, "files": 3 * GIB}
+
+
+def statuses(checks):
+    return {check.name: check.status for check in checks}
+
+
+def neuron_ls(name, **environment):
+    return list(preflight.check_neuron_ls(0, (FIXTURES / name).read_text(), PREDICTION, environment))
+
+
+def test_nvidia_smi_is_read():
+    text = "NVIDIA H100 80GB HBM3, 81559, 4, 550.90.07\nNVIDIA A100-SXM4-80GB, 81920, 75899, 535.104.05\n"
+    assert preflight.parse_nvidia_smi(text) == [
+        Gpu("NVIDIA H100 80GB HBM3", 81559 << 20, 4 << 20, "550.90.07"),
+        Gpu("NVIDIA A100-SXM4-80GB", 81920 << 20, 75899 << 20, "535.104.05"),
+    ]
+    assert preflight.parse_nvidia_smi("NVIDIA GB10, [N/A], [N/A], 580.95.05\n") == [
+        Gpu("NVIDIA GB10", 0, 0, "580.95.05")
+    ]
+    assert preflight.parse_nvidia_smi("No devices were found\n") == []
+
+
+def test_neuron_ls_is_read():
+    read = {path.name: preflight.parse_neuron_ls(path.read_text()) for path in FIXTURES.glob("neuron-ls-*.json")}
+    assert read == {
+        "neuron-ls-trn1.2xlarge.json": [NeuronDevice(0, 2, 32 * GIB, ())],
+        "neuron-ls-trn2.48xlarge.json": [NeuronDevice(0, 4, 96 * GIB, ("1966680", "1966681"))],
+    }
+    itself = {"pid": 7, "command": "neuron-ls --json-output --show-all-procs"}
+    (device,) = json.loads((FIXTURES / "neuron-ls-trn1.2xlarge.json").read_text())
+    assert preflight.parse_neuron_ls(json.dumps([device | {"neuron_processes": [itself]}]))[0].users == ()
+
+
+@pytest.mark.parametrize("text", ["", "not JSON", "{}x", '[{"neuron_device": 0}]', '["trn1"]', "[null]"])
+def test_what_is_not_of_neuron_ls_is_told(text):
+    with pytest.raises(UserError, match="neuron-ls: cannot be understood"):
+        preflight.parse_neuron_ls(text)
+    (check,) = preflight.check_neuron_ls(0, text, None, {})
+    assert (check.name, check.status) == ("device", "fail")
+
+
+def test_an_idle_trn1_is_ready():
+    checks = neuron_ls("neuron-ls-trn1.2xlarge.json", NEURON_RT_VISIBLE_CORES="0-1")
+    assert statuses(checks) == {"device": "ok", "device memory": "ok"}
+    assert checks[0].text == "1 Neuron devices, 2 logical cores with 17.2 GB each"
+
+
+def test_cores_that_are_in_use_and_cores_that_are_not_there_are_told():
+    checks = neuron_ls("neuron-ls-trn2.48xlarge.json", NEURON_RT_VISIBLE_CORES="2,4-5")
+    assert statuses(checks) == {"device": "ok", "cores": "fail", "visible cores": "fail", "device memory": "ok"}
+    assert checks[1].text == "0 of 4 cores are on devices that nobody uses; processes on the others: 1966680; 1966681"
+    assert "they are 0-3" in checks[2].text
+    used, idle = (
+        json.loads((FIXTURES / f"neuron-ls-{name}.json").read_text()) for name in ("trn2.48xlarge", "trn1.2xlarge")
+    )
+    checks = preflight.check_neuron_ls(0, json.dumps(used + idle), None, {"NEURON_RT_VISIBLE_CORES": "zero"})
+    assert statuses(checks) == {"device": "ok", "cores": "warn", "visible cores": "fail"}
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "text"),
+    [
+        (None, "", "neuron-ls is not here"),
+        (1, NO_DRIVER, "no Neuron device: failed to discover Neuron devices"),
+        (1, "", "no Neuron device"),
+        (0, "[]", "no Neuron device"),
+    ],
+)
+def test_a_host_without_neuron_fails(code, output, text):
+    (check,) = preflight.check_neuron_ls(code, output, PREDICTION, {})
+    assert (check.status, check.text) == ("fail", text) and check.remedy
+
+
+def test_a_stage_that_is_larger_than_a_core_is_warned_of():
+    text = (FIXTURES / "neuron-ls-trn1.2xlarge.json").read_text()
+    checks = preflight.check_neuron_ls(0, text, {"port": 17 * GIB}, {})
+    assert statuses(checks)["device memory"] == "warn"
+
+
+def fake_tool(monkeypatch, directory, name, text, code=0):
+    (directory / name).write_text(f"#!/bin/sh\ncat <<'E'\n{text}\nE\nexit {code}\n")
+    (directory / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+
+
+def test_a_gpu_that_torch_does_not_see_is_warned_of_and_one_asked_for_fails(monkeypatch, tmp_path):
+    fake_tool(monkeypatch, tmp_path, "nvidia-smi", "NVIDIA H100 80GB HBM3, 81559, 4, 550.90.07")
+    (check,) = preflight.check_golden_device(GOLDEN, PREDICTION)
+    assert check.status == "warn" and "NVIDIA H100 80GB HBM3 is here, but torch" in check.text
+    (check,) = preflight.check_golden_device(GOLDEN | {"device": "cuda"}, PREDICTION)
+    assert check.status == "fail" and "nvidia-smi has 1" in check.text
+    (check,) = preflight.check_golden_device(GOLDEN | {"device": "cpu"}, PREDICTION)
+    assert check.status == "ok"
+
+
+def test_a_driver_that_does_not_answer_is_quoted(monkeypatch, tmp_path):
+    said = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    fake_tool(monkeypatch, tmp_path, "nvidia-smi", said, code=9)
+    (check,) = preflight.check_golden_device(GOLDEN | {"device": "cuda"}, PREDICTION)
+    assert check.text == f"no CUDA device: {said}"
+
+
+def test_gpu_memory_is_held_against_what_is_foretold(monkeypatch, tmp_path):
+    fake_tool(monkeypatch, tmp_path, "nvidia-smi", "\n".join(["NVIDIA H100 80GB HBM3, 81559, 76000, 550.90.07"] * 8))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    checks = list(preflight.check_golden_device(GOLDEN, PREDICTION))
+    assert statuses(checks) == {"device": "ok", "device memory": "warn"}
+    checks = list(preflight.check_golden_device(GOLDEN | {"mode": "whole"}, PREDICTION | {"whole": 40 * GIB}))
+    assert statuses(checks) == {"device": "ok", "device memory": "ok"}
+    assert checks[1].text.startswith("the whole model is foretold to take 42.9 GB of 46.6 GB")
+
+
+def test_libraries():
+    (check,) = preflight.check_libraries("port", "NEURON", {"torch": "2.9.1", "torch-xla": "2.9.0"}.get)
+    assert check.status == "fail"
+    assert check.text.startswith(
+        "safetensors, h5py, torch-neuronx, libneuronxla, neuronx-cc not installed here; torch 2.9.1"
+    )
+    (check,) = preflight.check_libraries("golden", "host", lambda name: "1.0")
+    assert check == Check("libraries", "ok", "torch 1.0, transformers 1.0, safetensors 1.0, h5py 1.0")
+
+
+def test_memory_and_disk(tmp_path):
+    assert preflight.check_memory("golden", PREDICTION, 10 * GIB).status == "ok"
+    assert preflight.check_memory("golden", PREDICTION, 8 * GIB).status == "warn"
+    assert preflight.check_memory("golden", None, 0).status == "ok"
+    assert preflight.check_disk(tmp_path, PREDICTION, 3 * GIB).status == "ok"
+    assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "fail"
+    with open(tmp_path / "layer.h5", "wb") as file:
+        file.truncate(GIB)
+    assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "ok", "what is there needs no room"
+
+
+def test_the_compile_cache_must_be_writable(tmp_path):
+    kept = {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "not/yet/made")}
+    assert preflight.check_compile_cache(kept) == Check("compile cache", "ok", kept["NEURON_COMPILE_CACHE_URL"])
+    by_flag = preflight.check_compile_cache({"NEURON_CC_FLAGS": "--model-type=transformer --cache_dir=/proc/cache"})
+    assert (by_flag.status, by_flag.text.split()[0]) == ("warn", "/proc/cache")
+    assert preflight.check_compile_cache({"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"}).status == "ok"
+
+
+def test_a_checkpoint_is_whole_or_is_told_of(tmp_path):
+    save("llama", tmp_path)
+    assert preflight.check_checkpoint(tmp_path).status == "ok"
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps(content | {"weight_map": content["weight_map"] | {"a.b": shard_of(content)}}))
+    check = preflight.check_checkpoint(tmp_path)
+    assert check.status == "warn" and "names a.b, which no shard holds" in check.text
+    index.write_text(json.dumps(content))
+    shard = tmp_path / shard_of(content)
+    shard.write_bytes(shard.read_bytes()[:-2])
+    check = preflight.check_checkpoint(tmp_path)
+    assert check.status == "warn" and "is shorter than its header says" in check.text
+    shard.unlink()
+    assert "is not there; the index names it" in preflight.check_checkpoint(tmp_path).text
+
+
+def shard_of(index):
+    return next(iter(index["weight_map"].values()))
+
+
+@pytest.mark.parametrize(("side", "device", "code"), [("golden", "auto", 0), ("port", "CPU", 0), ("port", "NEURON", 1)])
+def test_by_hand(side, device, code, tmp_path):
+    save("llama", tmp_path / "model")
+    (tmp_path / "ids.json").write_text("[[3, 4]]")
+    (tmp_path / "config.yaml").write_text(
+        "model: {checkpoint: model}\ninputs: {prompts: null, token_ids: ids.json}\n"
+        f"port: {{backend: transformers, device: {device}}}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "layerproof", "preflight", "--side", side],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path("workflow").absolute())},
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert "ok   checkpoint:" in done.stdout and "ok   memory:" in done.stdout
+    assert ("fail device: neuron-ls is not here" in done.stdout) == (device == "NEURON")

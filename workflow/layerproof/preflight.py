@@ -1,0 +1,353 @@
+"""Whether this host can run a side, told before hours are spent on it: devices, memory, versions, disk, checkpoint.
+
+A check fails if the side as a whole cannot run. What only some stages would stumble over, or what is only foretold, is a
+warning: the run goes on and tells by stage.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from layerproof import checkpoint
+from layerproof.errors import StageError, UserError
+from layerproof.files import read_json, size
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+IMPORTS = 1 << 30
+"""Bytes that a process takes for its imports, more than was measured (`make bench`)."""
+LIBRARIES = {
+    "golden": ("torch", "transformers", "safetensors", "h5py"),
+    "port": ("torch", "torch-xla", "safetensors", "h5py"),
+    "neuron": ("torch-neuronx", "libneuronxla", "neuronx-cc"),
+}
+NEURON_TOOLS = "/opt/aws/neuron/bin"
+COMPILE_CACHE = "/var/tmp/neuron-compile-cache"
+"""Where Neuron's compiler keeps what it compiled unless it is told otherwise."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, how it stands (`ok`, `warn` or `fail`), in words, and what to do if it is not ok."""
+
+    name: str
+    status: str
+    text: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One line of nvidia-smi; memory in bytes."""
+
+    name: str
+    memory: int
+    used: int
+    driver: str
+
+
+@dataclass(frozen=True)
+class NeuronDevice:
+    """One entry of neuron-ls: its logical cores, its memory in bytes, and who uses it (`pid command`)."""
+
+    index: int
+    cores: int
+    memory: int
+    users: tuple[str, ...]
+
+
+def check_side(
+    side: str, config: Mapping[str, Any], directory: Path, results: Path, prediction: Mapping[str, Any] | None
+) -> list[Check]:
+    """Every check of a side, `golden` or `port`, on this host.
+
+    `config` is resolved, `directory` the checkpoint; without the content of results/prediction.json nothing is said of
+    whether memory and disk suffice.
+    """
+    hardware = _hardware(side, config)
+    return [
+        *check_libraries(side, hardware, _installed),
+        *(check_golden_device(config["golden"], prediction) if side == "golden" else []),
+        *(check_neuron(prediction, os.environ) if hardware == "NEURON" else []),
+        check_memory(side, prediction, _available_memory()),
+        check_disk(results, prediction, shutil.disk_usage(_existing(results)).free),
+        check_checkpoint(directory),
+    ]
+
+
+def _hardware(side: str, config: Mapping[str, Any]) -> str:
+    if side == "golden":
+        return "host"
+    asked = config["port"]["device"]
+    return os.environ.get("PJRT_DEVICE", "CPU") if asked == "auto" else asked
+
+
+def check_libraries(side: str, hardware: str, installed: Any) -> Iterator[Check]:
+    """Versions of what the side imports; `installed` gives a package's version or None."""
+    names = [*LIBRARIES[side], *(LIBRARIES["neuron"] if hardware == "NEURON" else ())]
+    versions = {name: installed(name) for name in names}
+    missing = [name for name, version in versions.items() if version is None]
+    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    if missing:
+        remedy = f"Run make setup, or run in the {side} container (containers/README.md)."
+        yield Check("libraries", FAIL, f"{', '.join(missing)} not installed here; {found or 'nothing else'} is", remedy)
+    else:
+        yield Check("libraries", OK, found)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_golden_device(golden: Mapping[str, Any], prediction: Mapping[str, Any] | None) -> Iterator[Check]:
+    """The GPU of the golden, where one is asked for or there."""
+    import torch
+
+    if golden["device"] == "cpu":
+        yield Check("device", OK, "the CPU, as golden.device says")
+        return
+    gpus, problem = _gpus()
+    seen = torch.cuda.is_available()
+    if not seen and golden["device"] == "cuda":
+        found = f"nvidia-smi has {len(gpus)}, torch {torch.__version__} sees none" if gpus else problem
+        yield Check("device", FAIL, f"no CUDA device: {found}", "Run on a GPU host, or write golden.device: cpu.")
+    elif not seen and gpus:
+        text = f"{gpus[0].name} is here, but torch {torch.__version__} does not see it, so the golden runs on the CPU"
+        yield Check(
+            "device", WARN, text, f"Install a torch for CUDA that driver {gpus[0].driver} has, or the container."
+        )
+    elif not seen:
+        yield Check("device", OK, "the CPU; there is no GPU")
+    else:
+        names = (
+            ", ".join(f"{gpu.name} with {size(gpu.memory - gpu.used)} free" for gpu in gpus) or "one that torch sees"
+        )
+        yield Check("device", OK, f"{names}; driver {gpus[0].driver if gpus else 'unknown'}")
+        if gpus and prediction:
+            yield _fits_gpus(golden, gpus, prediction)
+
+
+def _fits_gpus(golden: Mapping[str, Any], gpus: Sequence[Gpu], prediction: Mapping[str, Any]) -> Check:
+    free = [gpu.memory - gpu.used for gpu in gpus]
+    if golden["mode"] == "whole":
+        needed, has, what = prediction["whole"], sum(free), "the whole model"
+        remedy = "Offload (golden.max_memory, golden.offload_folder), or write golden.mode: streamed."
+    else:
+        needed, has, what = prediction["golden"], free[0], "the largest stage"
+        remedy = "End what else runs on the GPU, or give shorter prompts."
+    text = f"{what} is foretold to take {size(needed)} of {size(has)}"
+    return Check("device memory", OK if needed <= has else WARN, text, None if needed <= has else remedy)
+
+
+def _gpus() -> tuple[list[Gpu], str]:
+    """GPUs by nvidia-smi, or why there are none."""
+    query = "--query-gpu=name,memory.total,memory.used,driver_version"
+    code, output = _run("nvidia-smi", query, "--format=csv,noheader,nounits")
+    if code is None:
+        return [], "nvidia-smi is not here"
+    return (parse_nvidia_smi(output), "") if code == 0 else ([], output.strip().splitlines()[0] if output else "")
+
+
+def parse_nvidia_smi(text: str) -> list[Gpu]:
+    """GPUs from `nvidia-smi --query-gpu=name,memory.total,memory.used,driver_version --format=csv,noheader,nounits`.
+
+    Memory is in MiB there; what a card does not tell, as `[N/A]` on machines that share memory with the host, is 0.
+    """
+    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
+    return [Gpu(name, _mib(memory), _mib(used), driver) for name, memory, used, driver in rows]
+
+
+def _mib(text: str) -> int:
+    return int(text) << 20 if text.isdigit() else 0
+
+
+def check_neuron(prediction: Mapping[str, Any] | None, environment: Mapping[str, str]) -> Iterator[Check]:
+    """Neuron's devices and cores, its runtime, and where it keeps what it compiled."""
+    code, output = _run(shutil.which("neuron-ls") or f"{NEURON_TOOLS}/neuron-ls", "--json-output", "--show-all-procs")
+    yield from check_neuron_ls(code, output, prediction, environment)
+    runtime = ctypes.util.find_library("nrt") or next(Path("/opt/aws/neuron/lib").glob("libnrt.so*"), None)
+    if runtime:
+        yield Check("runtime", OK, f"{runtime}")
+    else:
+        yield Check(
+            "runtime", FAIL, "libnrt is not here", "Install aws-neuronx-runtime-lib, or run in the port container."
+        )
+    yield check_compile_cache(environment)
+
+
+def check_neuron_ls(
+    code: int | None, output: str, prediction: Mapping[str, Any] | None, environment: Mapping[str, str]
+) -> Iterator[Check]:
+    """What `neuron-ls --json-output --show-all-procs` says, which ended with `code` (None: it is not there)."""
+    if code is None:
+        yield Check("device", FAIL, "neuron-ls is not here", "Install aws-neuronx-tools, or run in the port container.")
+        return
+    try:
+        devices = parse_neuron_ls(output) if code == 0 else []
+    except UserError as error:
+        yield Check("device", FAIL, str(error), "Install the aws-neuronx-tools of the driver's release.")
+        return
+    if not devices:
+        said = re.search(r'error="([^"]*)"', output) or re.search(r'msg="([^"]*)"', output)
+        text = f"no Neuron device{f': {said[1]}' if said else ''}"
+        yield Check(
+            "device", FAIL, text, "Run on a trn host with its driver loaded, and give a container /dev/neuron*."
+        )
+        return
+    cores = sum(device.cores for device in devices)
+    memory = devices[0].memory // devices[0].cores
+    yield Check("device", OK, f"{len(devices)} Neuron devices, {cores} logical cores with {size(memory)} each")
+    users = dict.fromkeys(user for device in devices for user in device.users)
+    if users:
+        free = sum(device.cores for device in devices if not device.users)
+        text = f"{free} of {cores} cores are on devices that nobody uses; processes on the others: {'; '.join(users)}"
+        yield Check("cores", WARN if free else FAIL, text, "End these processes, or set NEURON_RT_VISIBLE_CORES.")
+    if visible := environment.get("NEURON_RT_VISIBLE_CORES"):
+        asked = _core_numbers(visible)
+        if not asked or max(asked) >= cores:
+            text = f"NEURON_RT_VISIBLE_CORES={visible} names cores that are not there; they are 0-{cores - 1}"
+            yield Check("visible cores", FAIL, text, "Correct it, or unset it.")
+    if prediction:
+        needed = prediction["port"]
+        text = f"the largest stage is foretold to take {size(needed)} of the {size(memory)} of a core"
+        remedy = "Shard the stage over more cores, or give shorter prompts."
+        yield Check("device memory", OK if needed <= memory else WARN, text, None if needed <= memory else remedy)
+
+
+def parse_neuron_ls(text: str) -> list[NeuronDevice]:
+    """Devices from `neuron-ls --json-output`, whose `nc_count` are logical cores.
+
+    Raises:
+        UserError: if it is not what neuron-ls writes.
+    """
+    try:
+        return [
+            NeuronDevice(
+                device["neuron_device"],
+                device["nc_count"],
+                device["memory_size"],
+                tuple(
+                    f"{process['pid']} {process['command']}".strip()
+                    for process in device.get("neuron_processes") or ()
+                    if "neuron-ls" not in process["command"].partition(" ")[0]
+                ),
+            )
+            for device in json.loads(text)
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"neuron-ls: cannot be understood ({type(error).__name__}: {error})") from None
+
+
+def _core_numbers(text: str) -> set[int]:
+    """Cores of NEURON_RT_VISIBLE_CORES, such as `0-3,8`; empty if it cannot be read."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if not match:
+            return set()
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found
+
+
+def check_compile_cache(environment: Mapping[str, str]) -> Check:
+    """Whether what Neuron compiles can be kept: $NEURON_COMPILE_CACHE_URL, or `--cache_dir` of $NEURON_CC_FLAGS."""
+    flags = re.search(r"--cache_dir[= ](\S+)", environment.get("NEURON_CC_FLAGS", ""))
+    place = environment.get("NEURON_COMPILE_CACHE_URL") or (flags[1] if flags else COMPILE_CACHE)
+    if place.startswith("s3://"):
+        return Check("compile cache", OK, f"{place}, which was not written to")
+    try:
+        with tempfile.TemporaryFile(dir=_existing(Path(place))):
+            return Check("compile cache", OK, place)
+    except OSError:
+        remedy = "Set NEURON_COMPILE_CACHE_URL to a directory that you may write to."
+        return Check("compile cache", WARN, f"{place} cannot be written to, so every run compiles anew", remedy)
+
+
+def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int) -> Check:
+    """Host memory against the side's largest job."""
+    if not prediction:
+        return Check("memory", OK, f"{size(available)} available")
+    needed = prediction[side] + IMPORTS
+    text = f"the largest job is foretold to take {size(needed)} of {size(available)} available"
+    remedy = "Free memory, run one job at a time (--cores 1), or give shorter prompts."
+    return Check("memory", OK if needed <= available else WARN, text, None if needed <= available else remedy)
+
+
+def _available_memory() -> int:
+    """Bytes that a process may still take: of the host, or of the control group that a scheduler put it in."""
+    host = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        return min(host, int(limit)) if limit.isdigit() else host
+    except OSError:
+        return host
+
+
+def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -> Check:
+    """Room for the tensors that results/ does not hold yet."""
+    if not prediction:
+        return Check("disk", OK, f"{size(free)} free")
+    there = sum(path.stat().st_size for path in results.rglob("*.h5"))
+    needed = max(0, prediction["files"] - there)
+    text = f"{size(needed)} of tensors are still to be written, {size(free)} are free"
+    if needed <= free:
+        return Check("disk", OK, text)
+    return Check("disk", FAIL, text, f"Free disk space, or make {results} a link to a larger disk.")
+
+
+def check_checkpoint(directory: Path) -> Check:
+    """Every shard as long as its header says, every tensor of the index in it; contents are for the digests to tell."""
+    try:
+        names = checkpoint.shards(directory)
+        found = set()
+        for name in names:
+            tensors = checkpoint.read_shard_header(directory / name)
+            found |= tensors.keys()
+            end = max((tensor.end for tensor in tensors.values()), default=0)
+            if (directory / name).stat().st_size < end:
+                raise StageError(f"{directory / name}: is shorter than its header says. Copy the shard again.")
+        index = directory / checkpoint.INDEX
+        missing = sorted(read_json(index)["weight_map"].keys() - found) if index.exists() else []
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise StageError(f"{index}: names {missing[0]}{more}, which no shard holds. Copy the checkpoint again.")
+    except UserError as error:
+        text, _, remedy = str(error).rpartition(". ")
+        return Check("checkpoint", WARN, text or str(error), remedy)
+    return Check("checkpoint", OK, f"{len(names)} shards, {len(found)} tensors")
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest directory above it that is there."""
+    path = path.absolute()
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
+def _run(*command: str) -> tuple[int | None, str]:
+    """Exit code and output of a tool of the driver; None if it is not there or does not end."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None, ""
+    return done.returncode, done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"
+
+
+def lines(checks: Iterable[Check]) -> Iterator[str]:
+    """The checks as a person reads them."""
+    for check in checks:
+        yield f"{check.status:4} {check.name}: {check.text}{f'. {check.remedy}' if check.remedy else ''}"
