@@ -247,7 +247,9 @@ def test_job_killed_between_work_and_record_runs_again(job, tmp_path):
         ("port", ("weights", "tokens", "config")),
         ("compare", ("golden", "noise", "port", "tokens")),
         ("plot-stage", ("comparisons",)),
-        ("report", ("template", "verdicts", "unused", "comparisons")),
+        ("predict", ("weights", "tokens", "config")),
+        ("audit", ("weights", "config", "golden", "port")),
+        ("report", ("template", "verdicts", "unused", "audit", "prediction", "comparisons")),
     ],
 )
 def test_current_job_imports_nothing_heavy(tmp_path, verb, files):
