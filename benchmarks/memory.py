@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from layerproof import fp8
 from layerproof.checkpoint import read_shard_header
-from layerproof.files import write_json
+from layerproof.files import read_json, write_json
 from measure import Result, drop_from_cache, measure
 
 STAGE = "layer_000"
@@ -116,7 +116,9 @@ def measure_jobs(directory: Path, form: str) -> list[Result]:
         chains=[],
     )
     snakemake = ["snakemake", "--cores", "1"]
-    measure([*snakemake, "results/golden/embed.h5", f"results/weights/{STAGE}.json"], directory)
+    before = ("golden/embed.h5", "preflight/port.json")
+    measure([*snakemake, *(f"results/{target}" for target in before)], directory)
+    foretold = read_json(directory / "results/prediction.json")["stages"][STAGE]
     shards = sorted((directory / "model").glob("*.safetensors"))
     on_disk = [tensor for shard in shards for tensor in read_shard_header(shard).values()]
     stored = sum(tensor.end - tensor.start for tensor in on_disk if ".layers." in tensor.name)
@@ -126,9 +128,14 @@ def measure_jobs(directory: Path, form: str) -> list[Result]:
         drop_from_cache(shards)
         job = measure([*snakemake, f"results/{side}/{STAGE}.h5"], directory)
         name = f"{side}, full-size layer, {form}"
-        above = (job.peak_rss - imports.peak_rss) / size
+        above = job.peak_rss - imports.peak_rss
         results += [
-            Result(f"{name}: peak RSS above imports", above, "of the layer's bf16 bytes", f"{size / 1e9:.2f} GB"),
+            Result(
+                f"{name}: peak RSS above imports", above / size, "of the layer's bf16 bytes", f"{size / 1e9:.2f} GB"
+            ),
+            Result(
+                f"{name}: that as foretold", foretold[side] / above, "of what was measured", f"{above / 1e9:.2f} GB"
+            ),
             Result(
                 f"{name}: read from disk", job.read_bytes / stored, "of the stage's bytes", f"{stored / 1e9:.2f} GB"
             ),

@@ -19,11 +19,14 @@ BENCHMARKS = ("memory",)
 def main() -> None:
     """Runs the benchmarks that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=BENCHMARKS, default=BENCHMARKS, help="which of them")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all if none is given")
     parser.add_argument("--output", type=Path, default=HERE / "results.json")
     args = parser.parse_args()
+    unknown = [name for name in args.names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"{unknown[0]} is no benchmark")
     rows = []
-    for name in args.names:
+    for name in args.names or BENCHMARKS:
         command = f"python benchmarks/run.py {name}"
         for result in importlib.import_module(name).run():
             rows.append({**asdict(result), "command": command})
