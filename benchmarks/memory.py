@@ -7,8 +7,9 @@ layer needs. Peak RSS is told beside that of a process that only imports what th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from runs import Workflow
@@ -56,8 +57,8 @@ def make_checkpoint(directory: Path, form: str) -> int:
     """Writes the model in `form`, bf16 or fp8; the layer's bytes in bf16."""
     directory.mkdir(parents=True)
     write_json(directory / "config.json", CONFIG)
-    shapes = dict(_shapes())
-    names = list(shapes)
+    needed = dict(shapes(CONFIG))
+    names = list(needed)
     experts = [name for name in names if ".experts." in name]
     parts = [[name for name in names if name not in experts]]
     size = EXPERTS_IN_SHARD * 3
@@ -66,22 +67,28 @@ def make_checkpoint(directory: Path, form: str) -> int:
     weight_map = {}
     for number, part in enumerate(parts):
         shard = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
-        held = {name: _drawn(name, shapes[name], generator) for name in part}
+        held = {name: _drawn(name, needed[name], generator) for name in part}
         save_file(held, directory / shard, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(held, shard)
     write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
     if form == "fp8":
         fp8.quantize_checkpoint(directory)
-    return sum(2 * torch.Size(shape).numel() for name, shape in shapes.items() if ".layers." in name)
+    return sum(2 * torch.Size(shape).numel() for name, shape in needed.items() if ".layers." in name)
 
 
-def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner, experts = (CONFIG[key] for key in ("hidden_size", "intermediate_size", "num_local_experts"))
-    queries, keys = (CONFIG[key] * CONFIG["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
-    yield "model.embed_tokens.weight", (CONFIG["vocab_size"], hidden)
+def shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors on disk of a MiniMax-M2 as it was released."""
+    hidden = config["hidden_size"]
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
     yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (CONFIG["vocab_size"], hidden)
-    layer = "model.layers.0."
+    yield "lm_head.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        yield from _layer_shapes(f"model.layers.{layer}.", config)
+
+
+def _layer_shapes(layer: str, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner, experts = (config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts"))
+    queries, keys = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     yield layer + "input_layernorm.weight", (hidden,)
     yield layer + "post_attention_layernorm.weight", (hidden,)
     yield layer + "self_attn.q_proj.weight", (queries, hidden)
