@@ -81,7 +81,7 @@ def audit_stage(
     """
     on_disk: dict[str, int] = {}
     for entry in description.get("tensors", {}).values():
-        on_disk[entry["dtype"]] = on_disk.get(entry["dtype"], 0) + _count(entry) * _of_word(entry["dtype"]).itemsize
+        on_disk[entry["dtype"]] = on_disk.get(entry["dtype"], 0) + loading.bytes_on_disk(entry)
     result: dict[str, Any] = {
         "disk": on_disk,
         "golden": _by_dtype((tensor.dtype, tensor.numel()) for tensor in golden.values()),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
-from transformers.modeling_utils import LoadStateDictConfig
+from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
@@ -92,6 +93,11 @@ def parameters_of(model: PreTrainedModel, stage: str) -> dict[str, torch.Tensor]
     tied = stage == LM_HEAD and model.config.get_text_config().tie_word_embeddings
     owner = EMBED if tied else stage
     return {name: tensor for name, tensor in model.state_dict().items() if parts.stage_of(name) == owner}
+
+
+def bytes_on_disk(entry: Mapping[str, Any]) -> int:
+    """Bytes of a tensor that results/weights/STAGE.json describes."""
+    return math.prod(entry["shape"]) * str_to_torch_dtype[entry["dtype"]].itemsize
 
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PreTrainedModel
-from transformers.modeling_utils import str_to_torch_dtype
 
 from layerproof import golden, loading
 from layerproof.experts import ONE_EXPERT, STATIC_EXPERTS, register
@@ -93,7 +92,7 @@ def predict(
             if name not in held or tensor.dtype != own[name].dtype
         )
         variants = 0 if stage == EMBED else len(VARIANTS)
-        largest = max(map(_on_disk, description["tensors"].values()), default=0)
+        largest = max(map(loading.bytes_on_disk, description["tensors"].values()), default=0)
         ported_weights = _bytes(loading.parameters_of(ported, stage).values())
         stages[stage] = {
             "weights": {"golden": weights, "port": ported_weights},
@@ -164,7 +163,3 @@ def machines(prediction: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _on_disk(entry: Mapping[str, Any]) -> int:
-    return math.prod(entry["shape"]) * str_to_torch_dtype[entry["dtype"]].itemsize
