@@ -1,5 +1,6 @@
 """A job runs when it must and only then, and leaves a record or none."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 
 from layerproof import fingerprint, jobs
 from layerproof.errors import StageError, StageMissing, UserError
-from layerproof.files import sha256
+from layerproof.files import sha256, write_text
 from layerproof.jobs import Job
 from layerproof.records import Record, Stamps, describe_output
 
@@ -183,16 +184,31 @@ def test_error_without_a_message(job):
     assert str(seen_error(job, IndexError())).endswith(": no message")
 
 
-def test_setup_belongs_to_the_code_of_each_job(job):
-    def shared():
-        return None
+def test_what_a_process_does_once_belongs_to_the_code_of_each_job(job, tmp_path, monkeypatch):
+    """Also what no other code names, such as a method that is found by its name."""
+    (tmp_path / "set_up.py").write_text(
+        textwrap.dedent("""
+            class Device:
+                def open(self):
+                    return "opened"
 
-    setup = {}
-    with fingerprint.recording(setup):
-        shared()
-    jobs.run(job, Work(job), setup=setup)
-    code = Record.read(job.record).code
-    assert any("test_setup_belongs" in entry for entry in code) and any("Work.__call__" in entry for entry in code)
+            CALLS = []
+
+            def start(word):
+                CALLS.append(word)
+                return getattr(Device(), "op" + "en")() + word
+        """)
+    )
+    os.utime(tmp_path / "set_up.py", (1e9, 1e9))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import set_up
+
+    start = fingerprint.once(set_up.start)
+    other = dataclasses.replace(job, outputs=(tmp_path / "results/other",), record=tmp_path / "other.json")
+    for one in (job, other):
+        jobs.run(one, lambda one=one: write_text(one.outputs[0], start("!")))
+        assert any(entry.endswith("set_up.py::Device.open") for entry in Record.read(one.record).code)
+    assert set_up.CALLS == ["!"] and other.outputs[0].read_text() == "opened!" and start("?") == "opened?"
 
 
 def layerproof(directory, *arguments, options=()):
@@ -257,7 +273,7 @@ def test_current_job_imports_nothing_heavy(tmp_path, verb, files):
     outputs = ["layer_000.h5", "noise.h5"] if verb == "golden" else ["layer_000.h5"]
     for output in outputs:
         (tmp_path / output).write_text("output")
-    spec = {"stage": "layer_000", "compared": []}
+    spec = {"stage": "layer_000", "compared": [], "checkpoint_dir": "model"}
     Record(
         verb=verb,
         spec=spec,

@@ -84,40 +84,63 @@ def gate(workflow):
 
 
 @pytest.mark.parametrize(
-    ("verb", "output"),
+    ("verb", "output", "log"),
     [
-        ("weights", "weights/layer_001.json"),
-        ("golden", "golden/layer_001.h5"),
-        ("port", "port/layer_001.h5"),
-        ("port", "chain/0-2/layer_001.h5"),
-        ("compare", "compare/layer_001.json"),
-        ("plot-stage", "plots/layer_001.svg"),
-        ("report", "report.html"),
+        ("weights", "weights/layer_001.json", "weights"),
+        ("golden", "golden/layer_001.h5", "golden/layer_001"),
+        ("port", "port/layer_001.h5", "port/layer_001"),
+        ("port", "chain/0-2/layer_001.h5", "chain/0-2"),
+        ("compare", "compare/layer_001.json", "compare/layer_001"),
+        ("plot-stage", "plots/layer_001.svg", "plots/layer_001"),
+        ("report", "report.html", "report"),
     ],
 )
-def test_killed_job_runs_again_to_the_same_result(workflow, verb, output):
+def test_killed_job_runs_again_to_the_same_result(workflow, verb, output, log):
     before = digests(workflow)
     (workflow.results / output).unlink()
     process = subprocess.Popen(workflow.command(), **workflow.options())
-    killed = kill_when_seen(process, f"layerproof {verb} results/{output.split('/layer_001')[0]}")
+    words = f"layerproof {verb} results/{output.split('/layer_001')[0]}"
+    (job,) = at_work(process, words, workflow.results / f"logs/{log}.log")
+    job.kill()
     process.communicate()
-    assert killed and process.returncode != 0
+    assert process.returncode != 0
     workflow.run()
     assert digests(workflow) == before
     assert not list(workflow.results.rglob("*.tmp"))
     assert workflow.run().started == 0
 
 
-def kill_when_seen(process, words):
-    """Kills the job whose command line begins with these words, once it has imported something and is at work."""
+def test_a_job_whose_process_is_killed_says_so(workflow):
+    """Not the one that snakemake started but the one that jobs share, as the kernel does that is out of memory."""
+    before = digests(workflow)
+    (workflow.results / "weights/layer_001.json").unlink()
+    process = subprocess.Popen(workflow.command(), **workflow.options())
+    log = workflow.results / "logs/weights.log"
+    at_work(process, "layerproof weights", log)
+    (worker,) = [one for one in psutil.process_iter(["cmdline"]) if printing_to(one, log)]
+    worker.kill()
+    text, _ = process.communicate()
+    assert process.returncode != 0 and "killed by SIGKILL (out of memory, or killed by hand)" in text
+    workflow.run()
+    assert digests(workflow) == before
+
+
+def at_work(process, words, log):
+    """The job whose command line has these words, once its log says that it runs."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(psutil.NoSuchProcess):  # a job that ends while it is looked at is not the one to kill
-            jobs = [child for child in running(process, words) if "python" in child.name()]
-            if any(job.cpu_times().user > 0.05 for job in jobs):
-                jobs[0].kill()  # not the process that a golden or port job runs the model in: that one leaves an error
-                return True
+        jobs = [child for child in running(process, words) if "python" in child.name()]
+        if jobs and "runs because" in log.read_text():
+            return jobs
         time.sleep(0.005)
+    raise AssertionError(f"{words} was not seen")
+
+
+def printing_to(process, log):
+    with contextlib.suppress(psutil.Error):
+        return "layerproof.worker" in process.info["cmdline"] and str(log) in {
+            file.path for file in process.open_files()
+        }
     return False
 
 

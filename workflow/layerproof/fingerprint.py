@@ -19,11 +19,11 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from layerproof.files import digest_of
 
@@ -33,6 +33,9 @@ INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", 
 STARTED = time.time()
 STAR = "*"
 """What `from module import *` is bound as."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -57,6 +60,7 @@ def recording(seen: Seen) -> Iterator[None]:
             seen[id(code)] = code, times[code.co_filename]
 
     outer, outer_threads = sys.getprofile(), threading.getprofile()
+    _recordings.append(seen)
     threading.setprofile(on_event)
     sys.setprofile(on_event)
     try:
@@ -64,6 +68,45 @@ def recording(seen: Seen) -> Iterator[None]:
     finally:
         sys.setprofile(outer)
         threading.setprofile(outer_threads)
+        _recordings.pop()
+
+
+_recordings: list[Seen] = []
+"""What is being recorded, the innermost last."""
+
+
+def once(function: Callable[P, T]) -> Callable[P, T]:
+    """Keeps what a function returned, as `functools.cache` does, and the code that ran for it: it counts as run by every
+    job that is given the kept value. For what the jobs of a process share; arguments must be hashable.
+    """
+    kept: dict[Any, tuple[T, Seen]] = {}
+
+    @functools.wraps(function)
+    def kept_or_new(*args: P.args, **kwargs: P.kwargs) -> T:
+        key = args, tuple(sorted(kwargs.items()))
+        if key not in kept:
+            seen: Seen = {}
+            with recording(seen):
+                value = function(*args, **kwargs)
+            kept[key] = value, seen
+        value, seen = kept[key]
+        if _recordings:
+            _recordings[-1].update(seen)
+        return value
+
+    return kept_or_new
+
+
+def sources() -> dict[str, float]:
+    """The files of our own that are loaded as modules, and when each was written, as far as they are there."""
+    names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    files = {name: _modified(name) for name in names if name and (_is_own(name) or name == __file__)}
+    return {name: time for name, time in files.items() if time is not None and not _is_generated(Path(name), time)}
+
+
+def are_unchanged(files: Mapping[str, float]) -> bool:
+    """Whether the files that `sources` gave are as they were then."""
+    return all(_modified(name) == time for name, time in files.items())
 
 
 def _modified(filename: str) -> float | None:
@@ -76,8 +119,7 @@ def _modified(filename: str) -> float | None:
 def fingerprints(seen: Seen) -> dict[str, str]:
     """Fingerprint by entry of the recorded functions in our own files and of all module-level code that they use.
 
-    Files written since this process began are generated, as torch does, and not source, unless they lie where the user
-    works. What was edited while the job ran gets a fingerprint that nothing has, so that the job runs again.
+    What was edited while the job ran gets a fingerprint that nothing has, so that the job runs again.
     """
     entries: set[str] = set()
     edited: set[str] = set()
@@ -85,8 +127,7 @@ def fingerprints(seen: Seen) -> dict[str, str]:
         path = Path(code.co_filename)
         if not _is_own(code.co_filename) or modified is None:
             continue
-        in_work = path.is_relative_to(Path.cwd()) or path.is_relative_to(REPOSITORY)
-        if modified >= STARTED and not in_work:
+        if _is_generated(path, modified):
             continue
         if modified >= STARTED or _modified(code.co_filename) != modified:
             edited.add(f"{_relative(path)}::")
@@ -95,6 +136,11 @@ def fingerprints(seen: Seen) -> dict[str, str]:
     return {entry: current(entry) for entry in sorted(entries)} | dict.fromkeys(
         sorted(edited), "edited while the job ran"
     )
+
+
+def _is_generated(path: Path, modified: float) -> bool:
+    """Whether a file was written by this process, as torch does: later than it began, and not where the user works."""
+    return modified >= STARTED and not (path.is_relative_to(Path.cwd()) or path.is_relative_to(REPOSITORY))
 
 
 def changed(recorded: Mapping[str, str]) -> list[str]:

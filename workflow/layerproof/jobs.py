@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -9,7 +10,6 @@ import getpass
 import mmap
 import os
 import platform
-import resource
 import shlex
 import signal
 import sys
@@ -72,13 +72,11 @@ def run(
     job: Job,
     work: Work,
     on_error: Callable[[StageError], None] | None = None,
-    setup: fingerprint.Seen | None = None,
 ) -> None:
     """Does the job's work unless `is_current`, and writes its record.
 
     `work` returns facts for the record. With `on_error` an exception becomes a result: the function is given the error
-    and leaves an output that says so, the record keeps it, and the job succeeds, so that other stages go on. `setup`
-    are functions that ran for this job and others of the process: what it uses was imported and set up by them.
+    and leaves an output that says so, the record keeps it, and the job succeeds, so that other stages go on.
     """
     if is_current(job):
         return
@@ -88,6 +86,7 @@ def run(
     error = None
     seen: fingerprint.Seen = {}
     directory = os.getcwd()
+    _forget_peak_memory()
     with fingerprint.recording(seen):
         try:
             facts = work()
@@ -107,13 +106,13 @@ def run(
         stamp=job.stamp,
         inputs=inputs,
         outputs=described(job.outputs),
-        code=fingerprint.fingerprints(seen | (setup or {})),
+        code=fingerprint.fingerprints(seen),
         error=None if error is None else str(error),
         run={
             "command": shlex.join(["python", "-m", "layerproof", *sys.argv[1:]]),
             "started": started.isoformat(timespec="seconds"),
             "wall_s": round(time.perf_counter() - clock, 3),
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": _peak_memory(),
             "host": platform.node(),
             "user": _user(),
             "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -124,38 +123,51 @@ def run(
     ).write(job.record)
 
 
-def run_apart(
-    tasks: Sequence[tuple[Job, Work]],
-    leave_error: Callable[[Job, StageError], None],
-    setup: fingerprint.Seen | None = None,
-) -> None:
+LeaveError = Callable[[Job, StageError], None]
+"""Writes a job's outputs such that they say what went wrong."""
+
+Apart = Callable[[Sequence[tuple[Job, Work]], LeaveError], None]
+"""Runs jobs one after the other such that one whose process ends leaves an error too."""
+
+
+def run_apart(tasks: Sequence[tuple[Job, Work]], leave_error: LeaveError) -> None:
     """Runs jobs one after the other in a process of their own, so that one whose process ends leaves an error too.
 
-    A port, its compiler or its driver may abort, exit, or be killed for the memory that it takes. The job at which that
-    happens ends as an error that names the signal or exit code, and the ones after it as missing.
+    A port, its compiler or its driver may abort, exit, or be killed for the memory that it takes.
     """
-    done = mmap.mmap(-1, len(tasks))  # shared by both processes
+    finished = mmap.mmap(-1, len(tasks))  # shared by both processes
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
-        _end_with(parent)
+        end_with(parent)
         faulthandler.enable()  # a crash leaves the Python stack in the log
-        for index, (job, work) in enumerate(tasks):
-            run(job, work, functools.partial(leave_error, job), setup)
-            done[index] = 1
+        run_here(tasks, leave_error, lambda: finished.write_byte(1))
         return
     _, status = os.waitpid(child, 0)
-    reason = _how_it_ended(os.waitstatus_to_exitcode(status))
+    blame(tasks, leave_error, finished[:].count(1), os.waitstatus_to_exitcode(status))
+
+
+def run_here(tasks: Sequence[tuple[Job, Work]], leave_error: LeaveError, finished: Callable[[], Any]) -> None:
+    """Runs jobs one after the other in this process, and tells of each that it is finished."""
+    for job, work in tasks:
+        run(job, work, functools.partial(leave_error, job))
+        finished()
+
+
+def blame(tasks: Sequence[tuple[Job, Work]], leave_error: LeaveError, finished: int, code: int) -> None:
+    """Leaves errors for jobs whose process ended: after the `finished` ones, the one at which that happened ends as an
+    error that names the signal or exit code, and the ones after it as missing.
+    """
+    reason = how_it_ended(code)
     error = StageError(f"{reason} Its log has what it printed last.")
-    for index, (job, _) in enumerate(tasks):
-        if not done[index]:
-            run(job, functools.partial(_raise, error), functools.partial(leave_error, job))
-            error = StageMissing(f"no input, because an earlier stage failed: {reason}")
+    for job, _ in tasks[finished:]:
+        run(job, functools.partial(_raise, error), functools.partial(leave_error, job))
+        error = StageMissing(f"no input, because an earlier stage failed: {reason}")
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Has this process killed when its parent dies: nobody would wait for what it writes."""
     PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -163,12 +175,26 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _how_it_ended(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """A sentence on a process that ended before its job did; `code` is its exit code, or minus the signal."""
     if code >= 0:
         return f"The process of the job ended with exit code {code} before its output was written."
     cause = " (out of memory, or killed by hand)" if -code == signal.SIGKILL else ""
     known = -code in set(signal.Signals)
     return f"The process of the job was killed by {signal.Signals(-code).name if known else f'signal {-code}'}{cause}."
+
+
+def _forget_peak_memory() -> None:
+    """Begins to measure anew, in a process that had other jobs before."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_memory() -> int:
+    """Largest resident size of this process in bytes since `_forget_peak_memory`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 
 
 def _raise(error: StageError) -> None:
@@ -183,6 +209,7 @@ def _user() -> str:
         return str(os.getuid())
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     """Versions of the packages that numbers may depend on, of those that are installed."""
     versions = {}
@@ -211,4 +238,6 @@ def _as_stage_error(exception: BaseException) -> StageError:
     frames = [frame for frame in traceback.extract_tb(exception.__traceback__) if "site-packages" not in frame.filename]
     users = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
     where = next((f" at {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(users or frames)), "")
-    return StageError(f"{type(exception).__name__}{where}: {message}")
+    error = StageError(f"{type(exception).__name__}{where}: {message}")
+    error.__cause__ = exception
+    return error

@@ -31,7 +31,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from layerproof import checkpoint, distributed, provenance, tensors
+from layerproof import checkpoint, distributed, fingerprint, provenance, tensors
 from layerproof.errors import StageError
 from layerproof.files import digest_of
 from layerproof.metrics import STORAGE
@@ -80,7 +80,7 @@ class Runner:
             StageError: if the port cannot be imported.
         """
         environment = distributed.initialise("xla", settings["device"])
-        module = load_module(settings["module"]) if settings["backend"] == "xla" else None
+        module = _loaded(settings["module"]) if settings["backend"] == "xla" else None
         return cls(directory, tokens, settings, environment, module)
 
 
@@ -120,6 +120,17 @@ def load_module(name: str) -> ModuleType:
     return module
 
 
+def _loaded(name: str) -> ModuleType:
+    """The port, imported by the first job of a process: what its import does to transformers, say, is done once."""
+    path = Path(name)
+    return _load_version(name, path.stat().st_mtime_ns if name.endswith(".py") and path.exists() else None)
+
+
+@fingerprint.once
+def _load_version(name: str, mtime_ns: int | None) -> ModuleType:
+    return load_module(name)
+
+
 def make_stage(
     runner: Runner, stage: str, description: Mapping[str, Any], stage_input: tensors.Tensor | None, output: Path
 ) -> dict[str, Any]:
@@ -127,6 +138,9 @@ def make_stage(
 
     `port/out` is the output of the run without taps, as a user ships it. The two must agree: bit for bit, or at least as
     well as bf16 can tell (relative L2 below 2^-8), or the taps do not show what the stage computes.
+
+    They are two graphs, the first just as it is shipped. As one, compiled once, XLA's CPU compiler shares what both make of
+    the weights alone, such as fp32 copies of all experts, and keeps it: a layer at full size takes twice its memory.
 
     Returns facts for the record: the device, the kind of stage, how many graphs were compiled.
 
@@ -138,12 +152,12 @@ def make_stage(
     ready = _prepare(job)
     forward = ready.forward
     with torch.no_grad():
-        plain = _on_host(forward(False))
-        tapped = _on_host(forward(True))
+        plain = _on_host(forward(with_taps=False))
+        tapped = _on_host(forward(with_taps=True))
     change = _relative_change(plain[OUT], tapped[OUT])
     if change > 2**-8:
         with torch.no_grad():
-            again = _relative_change(plain[OUT], _on_host(forward(False))[OUT])
+            again = _relative_change(plain[OUT], _on_host(forward(with_taps=False))[OUT])
         if again:
             raise StageError(
                 f"{stage}: two runs on the same input differ (relative L2 {again:.2g}); the port is not deterministic. "
@@ -181,7 +195,7 @@ def force_stage(
     forward = _prepare(job).forward
     forced = {name: tensors.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
     with torch.no_grad():
-        found = _on_host(forward(True, forced))
+        found = _on_host(forward(with_taps=True, forced=forced))
     taps = {name: tensors.to_array(_storable(found[name])) for name in in_order(found)}
     tensors.write(output, {"port": taps}, valid=runner.tokens.valid, attributes={"stage": stage})
 
@@ -203,7 +217,7 @@ def run_chain(
         output = job.x
         for stage in stages:
             job = replace(job, stage=stage, description=descriptions[stage])
-            output = _prepare(job).forward(False)[OUT]
+            output = _prepare(job).forward(with_taps=False)[OUT]
             job = replace(job, x=output.to(job.dtype))  # as a stage gets it from a file
         return tensors.to_array(_storable(_on_host({OUT: output})[OUT]))
 

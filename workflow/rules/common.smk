@@ -5,6 +5,7 @@ import os
 import secrets
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
@@ -16,11 +17,14 @@ from layerproof.files import canonical_json
 from layerproof.jobs import package_versions
 from layerproof.records import Stamps
 
+# Jobs share processes, which end with this one. Those in a container would end with the first job in it.
+WORKERS = os.path.join(tempfile.gettempdir(), f"layerproof-{secrets.token_hex(8)}-{os.getpid()}")
+SHARED = "" if workflow.deployment_settings.deployment_method else f"LAYERPROOF_WORKERS={shlex.quote(WORKERS)}"
 LIBRARY = shlex.quote(os.path.join(workflow.basedir, "workflow"))
 shell.executable("bash")
 shell.prefix(
     # USE_TORCH_XLA: accelerate would start the XLA runtime in golden jobs, which have no use for it.
-    f"set -euo pipefail; export PYTHONPATH={LIBRARY}${{{{PYTHONPATH:+:$PYTHONPATH}}}} USE_TORCH_XLA=0; "
+    f"set -euo pipefail; export PYTHONPATH={LIBRARY}${{{{PYTHONPATH:+:$PYTHONPATH}}}} USE_TORCH_XLA=0 {SHARED}; "
 )
 
 try:

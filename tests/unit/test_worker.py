@@ -1,0 +1,260 @@
+"""Jobs that share processes are as alone as in processes of their own; real processes are started and killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from layerproof.records import Record
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# The verbs of these tests, in place of the library's. A job `port` runs a few tasks apart, as the library's does.
+VERBS = """
+    import functools, os, secrets, signal, sys, time
+    from pathlib import Path
+    from layerproof import jobs
+    from layerproof.errors import StageError
+    from layerproof.files import write_text
+
+    WORD = "hello"
+    LIFE = secrets.token_hex(8)  # not the number of the process, which may begin anew under it
+
+    def tell(*words):
+        print(WORD, LIFE, os.getcwd(), *words)
+
+    def run(argv, apart=jobs.run_apart):
+        verb, *rest = argv
+        if verb == "port":
+            apart([task(name) for name in rest], leave_error)
+            return 0
+        if verb == "error":
+            return 1
+        if verb == "wait":
+            print(LIFE, os.getpid(), flush=True)
+            time.sleep(60)
+        if verb == "die":
+            print("last words")
+            os.kill(os.getpid(), int(rest[0]))
+        if verb == "crash":
+            raise RuntimeError("a mistake of ours")
+        if verb == "leak":
+            os.environ["LEAKED"], sys.argv = "yes", []
+            os.chdir("/")
+        tell(*rest, os.environ.get("LEAKED", "clean"))
+        return 0
+
+    def task(name):
+        output = Path(f"{name}.out").absolute()
+        job = jobs.Job("port", {"stage": name}, "new", (), (output,), output.with_suffix(".json"))
+        return job, functools.partial(work, name, output)
+
+    def work(name, output):
+        if name == "aborts":
+            os.abort()
+        if name == "fails":
+            raise RuntimeError("no kernel")
+        if name == "lacks":
+            raise StageError("no such tensor")
+        write_text(output, f"made by {LIFE}")
+
+    def leave_error(job, error):
+        write_text(job.outputs[0], f"{type(error).__name__}: {error}")
+"""
+
+INSTEAD = """
+    def run(*arguments):
+        import verbs
+        return verbs.run(*arguments)
+"""
+
+
+class Shared:
+    """Processes that jobs share, until `owner` ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "verbs.py").write_text(textwrap.dedent(VERBS))
+        # The library as it is, but for its verbs.
+        shutil.copytree(REPOSITORY / "workflow/layerproof", directory / "layerproof")
+        (directory / "layerproof/cli.py").write_text(textwrap.dedent(INSTEAD))
+        for source in directory.rglob("*.py"):
+            os.utime(source, (1e9, 1e9))
+        self.owner = subprocess.Popen(["sleep", "600"])
+
+    def start(self, *argv: str, **environment: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "layerproof", *argv],
+            cwd=self.directory,
+            env=os.environ
+            | {"PYTHONPATH": str(self.directory)}
+            | {"LAYERPROOF_WORKERS": str(self.directory / f"shared-{self.owner.pid}")}
+            | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *argv: str, **environment: str) -> tuple[int, str, str]:
+        process = self.start(*argv, **environment)
+        output, errors = process.communicate(timeout=60)
+        return process.returncode, output, errors
+
+    def life(self, *argv: str, **environment: str) -> str:
+        """In which life of a process a job ran that tells it."""
+        code, output, errors = self.run(*argv, **environment)
+        assert code == 0, errors
+        return output.split()[1]
+
+    def processes(self) -> list[psutil.Process]:
+        """Servers and runners of this owner."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if "layerproof.worker" in command and command[-2:] == ["serve", str(self.owner.pid)]:
+                found += [process, *process.children()]
+        return found
+
+
+@pytest.fixture
+def shared(tmp_path):
+    shared = Shared(tmp_path)
+    yield shared
+    processes = shared.processes()
+    shared.owner.kill()
+    shared.owner.wait()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive, "processes outlive the one that they belong to"
+    assert not list(tmp_path.glob("shared-*")), "or leave something"
+
+
+def test_jobs_of_a_side_share_a_process_and_those_of_others_do_not(shared):
+    golden = {shared.life("golden"), shared.life("diagnose"), shared.life("golden")}
+    other = {shared.life("compare"), shared.life("report")}
+    assert len(golden) == len(other) == 1 and golden != other
+    assert {shared.life("golden", CUDA_VISIBLE_DEVICES="1")} != golden
+
+
+def test_a_job_prints_to_its_own_log_and_works_in_its_own_directory(shared):
+    first, second = shared.run("compare", "first"), shared.run("compare", "second")
+    for (code, output, errors), word in ((first, "first"), (second, "second")):
+        hello, _, directory, *rest = output.split()
+        assert (code, hello, directory, rest, errors) == (0, "hello", str(shared.directory), [word, "clean"], "")
+
+
+def test_jobs_at_the_same_time_do_not_share(shared):
+    waiting = shared.start("wait")
+    life, _ = waiting.stdout.readline().split()
+    assert shared.life("compare") != life
+    waiting.kill()
+
+
+@pytest.mark.parametrize("verb", ["error", "crash"])
+def test_after_an_error_the_next_job_starts_afresh(shared, verb):
+    before = shared.life("leak")
+    assert shared.life("compare") == before
+    code, _, errors = shared.run(verb)
+    assert code == 1 and ("RuntimeError: a mistake of ours" in errors) == (verb == "crash")
+    code, output, _ = shared.run("compare")
+    assert code == 0 and output.split()[-1] == "clean"
+
+
+def test_an_edit_of_what_is_loaded_is_seen(shared):
+    assert shared.run("compare")[1].startswith("hello")
+    source = shared.directory / "verbs.py"
+    source.write_text(source.read_text().replace('WORD = "hello"', 'WORD = "goodbye"'))
+    assert shared.run("compare")[1].startswith("goodbye")
+    # Written while a process was there that may have loaded it or not.
+    assert shared.run("compare")[1].startswith("goodbye")
+
+
+@pytest.mark.parametrize("name", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_process_that_dies_takes_its_own_job_and_no_other(shared, name):
+    shared.life("compare")
+    code, output, errors = shared.run("die", str(int(name)))
+    assert code == 1 and output == "last words\n" and f"killed by {name.name}" in errors
+    assert shared.life("compare")
+
+
+def test_stages_whose_process_dies_leave_an_error(shared):
+    code, _, errors = shared.run("port", "first", "aborts", "third")
+    assert code == 0, errors
+    assert (shared.directory / "first.out").read_text().startswith("made by")
+    assert "StageError: The process of the job was killed by SIGABRT" in (shared.directory / "aborts.out").read_text()
+    assert (shared.directory / "third.out").read_text().startswith("StageMissing: no input, because an earlier stage")
+    assert "SIGABRT" in Record.read(shared.directory / "aborts.json").error
+    assert "Fatal Python error: Aborted" in errors  # and where
+
+
+def test_a_stage_that_fails_leaves_an_error_and_the_next_job_starts_afresh(shared):
+    shared.run("port", "first", "fails", "third")
+    assert "RuntimeError at verbs.py:" in (shared.directory / "fails.out").read_text()
+    shared.run("port", "fourth")
+    made_by = [(shared.directory / f"{name}.out").read_text() for name in ("first", "third", "fourth")]
+    assert made_by[0] == made_by[1] != made_by[2]
+
+
+def test_a_stage_that_lacks_something_costs_no_fresh_start(shared):
+    shared.run("port", "first", "lacks")
+    shared.run("port", "second")
+    assert (shared.directory / "lacks.out").read_text() == "StageError: no such tensor"
+    assert (shared.directory / "first.out").read_text() == (shared.directory / "second.out").read_text()
+
+
+def test_a_job_that_is_killed_stops(shared):
+    client = shared.start("wait")
+    _, process = client.stdout.readline().split()
+    client.kill()
+    _, alive = psutil.wait_procs([psutil.Process(int(process))], timeout=10)
+    assert not alive and shared.life("compare")
+
+
+def test_a_killed_server_ends_its_jobs_and_is_replaced(shared):
+    client = shared.start("wait")
+    client.stdout.readline()
+    server, runner = shared.processes()
+    server.kill()
+    _, errors = client.communicate(timeout=60)
+    assert client.returncode == 1 and "killed by SIGKILL" in errors
+    _, alive = psutil.wait_procs([runner], timeout=10)
+    assert not alive and shared.life("compare")
+
+
+def test_a_record_states_the_peak_of_its_own_job(shared):
+    """Not of a larger one that ran in the same process before."""
+    source = shared.directory / "verbs.py"
+    source.write_text(
+        source.read_text().replace(
+            '    if name == "fails":',
+            '    if name == "large":\n        bytearray(200_000_000)\n    if name == "fails":',
+        )
+    )
+    os.utime(source, (1e9, 1e9))
+    shared.run("port", "large", "small")
+    shared.run("port", "another")
+    large, small, another = (
+        json.loads((shared.directory / f"{name}.json").read_text())["run"]["peak_rss_bytes"]
+        for name in ("large", "small", "another")
+    )
+    assert large > 200e6 and max(small, another) < large - 150e6
+
+
+@pytest.mark.parametrize("folder", ["x" * 100 + "-1", "another-99999999"], ids=["name too long", "no such process"])
+def test_where_no_server_can_be_a_job_runs_by_itself(shared, folder):
+    code, output, _ = shared.run("compare", LAYERPROOF_WORKERS=str(shared.directory / folder))
+    assert code == 0 and "does not share a process" in output and "hello" in output
+
+
+def test_a_client_imports_nothing_that_takes_time(shared):
+    shared.life("compare", PYTHONPROFILEIMPORTTIME="1")
+    code, _, errors = shared.run("compare", PYTHONPROFILEIMPORTTIME="1")
+    imported = {line.rsplit("|", 1)[1].strip() for line in errors.splitlines() if "|" in line}
+    assert code == 0 and "layerproof.client" in imported
+    assert not imported & {"layerproof.worker", "layerproof.jobs", "argparse", "subprocess", "ast", "numpy"}

@@ -1,0 +1,570 @@
+"""The verbs and their command line.
+
+Heavy imports are inside the verbs: a job that has nothing to do returns before any of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerproof import fingerprint, jobs, manifest, verdicts
+from layerproof.errors import StageError, UserError
+from layerproof.files import read_json, write_json, write_text
+from layerproof.records import Record
+
+if TYPE_CHECKING:
+    from layerproof.port import Runner
+    from layerproof.whole import Whole
+
+
+def make_checkpoint(args: argparse.Namespace) -> None:
+    def work() -> None:
+        from layerproof import tiny
+
+        tiny.make(args.outputs[0].parent, seed=args.spec["seed"], form=args.spec["form"])
+
+    jobs.run(_job(args, args.inputs), work)
+
+
+def make_weights(args: argparse.Namespace) -> None:
+    directory = Path(args.spec["checkpoint_dir"])
+    # A shard may be hundreds of gigabytes: its time and size tell whether to read it, its content what has changed.
+    files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in args.inputs if path.exists()]
+
+    *stages, unused = args.outputs
+
+    def work() -> None:
+        from layerproof.loading import describe_stages
+
+        trust = args.spec["trust_remote_code"]
+        by_stage, left = describe_stages(directory, [output.stem for output in stages], trust)
+        for output, content in [*((output, by_stage[output.stem]) for output in stages), (unused, left)]:
+            if not output.exists() or read_json(output) != content:
+                write_json(output, content)
+        for name in left:
+            print(f"{name}: is in the checkpoint, but no stage loads it")
+
+    jobs.run(_job(args, (), files=files), work)
+
+
+def make_tokens(args: argparse.Namespace) -> None:
+    def work() -> None:
+        from layerproof import tokens
+        from layerproof.checkpoint import read_config
+
+        directory = Path(args.spec["checkpoint_dir"])
+        inputs = args.spec["inputs"]
+        tokens.make(
+            args.outputs[0],
+            directory,
+            read_config(directory),
+            Path(inputs["prompts"]) if inputs["prompts"] else None,
+            Path(inputs["token_ids"]) if inputs["token_ids"] else None,
+            inputs["max_tokens"],
+            args.spec["trust_remote_code"],
+        )
+
+    jobs.run(_job(args, args.inputs), work)
+
+
+def make_golden(args: argparse.Namespace) -> None:
+    """Stages of the golden, each fed by the one before; of each its taps, and in a second file its noise.
+
+    A whole model is loaded by the first stage that has to run and is all the others'.
+    """
+    weights = {path.stem: path for path in args.weights}
+    # Absolute and before anything is loaded, since code that comes with a checkpoint may change the directory.
+    checkpoint, prompts = _checkpoint(args), args.tokens.absolute()
+
+    @fingerprint.once
+    def start() -> Whole:
+        from layerproof import tokens, whole
+
+        return whole.Whole.start(checkpoint, tokens.Tokens.read(prompts), args.spec)
+
+    def make_stage(
+        spec: Mapping[str, Any], weights: Path, before: tuple[Path | None, ...], outputs: tuple[Path, ...]
+    ) -> None:
+        from layerproof import golden, tokens
+
+        description, ids = read_json(weights), tokens.Tokens.read(prompts)
+        previous, previous_noise, output, noise = (path and path.absolute() for path in (*before, *outputs))
+        assert output and noise
+        model = start() if spec["mode"] == "whole" else None
+        files = (previous, previous_noise, output, noise)
+        golden.make_stage(spec["stage"], checkpoint, description, ids, *files, settings=spec, whole=model)
+
+    tasks: list[tuple[jobs.Job, jobs.Work]] = []
+    before = _only(args.previous), _only(args.noise)
+    files = zip(args.outputs[: len(args.record)], args.outputs[len(args.record) :], strict=True)
+    for outputs, stamp, record in zip(files, args.stamp, args.record, strict=True):
+        stage = outputs[0].stem
+        compared = [stage] if stage in args.spec["compared"] else []
+        spec = args.spec | {"stage": stage, "compared": compared}
+        inputs = tuple(path for path in (weights[stage], args.tokens, args.config, *before) if path)
+        job = jobs.Job(args.verb, spec, stamp, inputs, outputs, record)
+        tasks.append((job, functools.partial(make_stage, spec, weights[stage], before, outputs)))
+        before = outputs
+    args.apart(tasks, _leave_error)
+
+
+def make_port(args: argparse.Namespace) -> None:
+    """Stages of the port: the first is fed by the golden, each of the others by the one before.
+
+    Each stage has its own stamp and record, so only those that changed, and those that their change reaches, run again.
+    """
+    weights = {path.stem: path for path in args.weights}
+
+    @fingerprint.once
+    def start() -> Runner:
+        from layerproof import port, tokens
+
+        return port.Runner.start(_checkpoint(args), tokens.Tokens.read(args.tokens), args.spec)
+
+    def make_stage(weights: Path, before: Path | None, source: str, output: Path) -> Mapping[str, Any]:
+        from layerproof import port, tensors
+
+        # Read first: what the stage lacks is told before minutes are spent on a device.
+        description = read_json(weights)
+        if "error" in description:
+            raise StageError(description["error"])
+        fed = tensors.read_stage_input(before, source) if before else None
+        output = output.absolute()  # before the port's code runs, which may change the directory
+        return port.make_stage(start(), output.stem, description, fed, output)
+
+    tasks: list[tuple[jobs.Job, jobs.Work]] = []
+    before, source = _only(args.previous), "golden/out"
+    for output, stamp, record in zip(args.outputs, args.stamp, args.record, strict=True):
+        inputs = tuple(path for path in (weights[output.stem], args.tokens, args.config, before) if path)
+        job = jobs.Job(args.verb, args.spec | {"stage": output.stem}, stamp, inputs, (output,), record)
+        tasks.append((job, functools.partial(make_stage, weights[output.stem], before, source, output)))
+        before, source = output, "port/out"
+    args.apart(tasks, _leave_error)
+
+
+def make_forced(args: argparse.Namespace) -> None:
+    """A stage that does not fail leaves an empty file: there is nothing to find out."""
+    output = args.outputs[0].absolute()
+    stage = output.stem
+    previous = _only(args.previous)
+
+    def work() -> None:  # reads all its files before the port's code runs, which may change the directory
+        from layerproof import tensors
+
+        if read_json(args.comparison)["status"] != "fail":
+            if not tensors.is_empty(output):  # an equal output is left alone, and what depends on it
+                tensors.write(output, {}, attributes={"stage": stage})
+            return
+        from layerproof import port, tokens
+
+        golden = tensors.read_group(args.golden[0], "golden")
+        fed = tensors.read_stage_input(previous, "golden/out") if previous else None
+        prompts, description = tokens.Tokens.read(args.tokens), read_json(args.weights[0])
+        runner = port.Runner.start(_checkpoint(args), prompts, args.spec)
+        port.force_stage(runner, stage, description, fed, golden, output)
+
+    inputs = [args.comparison, *args.golden, *args.weights, args.tokens, args.config, *args.previous]
+    args.apart([(_job(args, inputs), work)], _leave_error)
+
+
+def make_diagnosis(args: argparse.Namespace) -> None:
+    output = args.outputs[0].absolute()
+    stage, previous = args.spec["stage"], _only(args.previous)
+
+    def work() -> None:
+        comparison = read_json(args.comparison)
+        nothing = verdicts.undiagnosed(stage)
+        if comparison["status"] != "fail":
+            if not output.exists() or read_json(output) != nothing:
+                write_json(output, nothing)
+            return
+        from layerproof import diagnose, tokens
+
+        subject = diagnose.Stage(
+            stage,
+            _checkpoint(args),
+            {path.stem: read_json(path) for path in args.weights},
+            tokens.Tokens.read(args.tokens),
+            previous and previous.absolute(),
+            args.spec,
+            args.spec["limit"],
+        )
+        files = diagnose.Files(args.golden[0], args.noise[0], args.port[0], args.forced[0])
+        write_json(output, diagnose.diagnose(subject, comparison, files))
+
+    def leave_error(job: jobs.Job, error: StageError) -> None:
+        write_json(output, verdicts.undiagnosed(stage, str(error)))
+
+    inputs = [args.comparison, *args.golden, *args.noise, *args.port, *args.forced, *args.weights, args.tokens]
+    job = _job(args, [*inputs, args.config, *args.previous])
+    args.apart([(job, work)], leave_error)
+
+
+def make_comparison(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import compare, tokens
+
+        valid = tokens.Tokens.read(args.tokens).valid
+        content = compare.compare_stage(
+            args.spec["stage"], args.golden[0], args.noise[0], args.port[0], valid, args.spec["limit"]
+        )
+        write_json(output, content)
+
+    jobs.run(_job(args, [*args.golden, *args.noise, *args.port, args.tokens]), work)
+
+
+def make_chain_comparison(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import compare, tokens
+
+        content = compare.compare_chain(
+            args.spec["chain"],
+            args.spec["stages"],
+            {path.stem: path for path in args.golden},
+            {path.stem: path for path in args.port},
+            {path.stem: read_json(path) for path in args.comparisons},
+            tokens.Tokens.read(args.tokens).valid,
+        )
+        write_json(output, content)
+
+    jobs.run(_job(args, [*args.golden, *args.port, *args.comparisons, args.tokens]), work)
+
+
+def make_bisection(args: argparse.Namespace) -> None:
+    output = args.outputs[0].absolute()
+    golden, noise = ({path.stem: path.absolute() for path in paths} for paths in (args.golden, args.noise))
+    previous = _only(args.previous)
+
+    def work() -> None:
+        from layerproof import bisect, port, tensors, tokens
+
+        prompts = tokens.Tokens.read(args.tokens)
+        descriptions = {path.stem: read_json(path) for path in args.weights}
+        fed = tensors.read_stage_input(previous, "golden/out") if previous else None
+        runner = port.Runner.start(_checkpoint(args), prompts, args.spec)
+        run = functools.partial(port.run_chain, runner, descriptions, fed)
+        content = bisect.bisect(args.spec["stages"], run, golden, noise, prompts.valid)
+        left_out = args.spec["left_out"]  # chains have no gap
+        if left_out:
+            print(f"{', '.join(left_out)}: behind a gap in layers (config.yaml), so not looked at")
+        write_json(output, content | {"left_out": left_out})
+
+    jobs.run(_job(args, [*args.golden, *args.noise, *args.weights, args.tokens, args.config, *args.previous]), work)
+
+
+def make_prediction(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import prediction, tokens
+
+        descriptions = {path.stem: read_json(path) for path in args.weights}
+        prompts = tokens.Tokens.read(args.tokens)
+        write_json(output, prediction.predict(_checkpoint(args), descriptions, prompts, args.spec))
+
+    jobs.run(_job(args, [*args.weights, args.tokens, args.config]), work)
+
+
+def make_preflight(args: argparse.Namespace) -> int | None:
+    """Checks of a side as a job of the workflow or, without an output, by hand: told on the terminal and kept nowhere."""
+    from layerproof import preflight
+
+    def look(config: Mapping[str, Any], checkpoint: Path, results: Path) -> list[preflight.Check]:
+        prediction = read_json(args.prediction) if args.prediction and args.prediction.exists() else None
+        found = preflight.check_side(args.side, config, checkpoint, results, prediction)
+        print(*preflight.lines(found), sep="\n", flush=True)
+        return found
+
+    if not args.outputs:
+        import yaml
+
+        from layerproof.config import resolve
+
+        resolved = resolve(yaml.safe_load(args.config.read_text(encoding="utf-8")))
+        found = look(resolved.resolved, Path(resolved.checkpoint), Path("results"))
+        return int(any(check.status == preflight.FAIL for check in found))
+
+    (output,) = args.outputs
+
+    def work() -> None:
+        found = look(args.spec, _checkpoint(args), output.parent.parent)
+        failed = [check for check in found if check.status == preflight.FAIL]
+        if failed:
+            raise UserError(f"the {args.side} cannot run on this host: {' '.join(preflight.lines(failed))}")
+        write_json(output, {"schema_version": 1, "side": args.side, "checks": [asdict(check) for check in found]})
+
+    jobs.run(_job(args, [args.prediction]), work)
+    return None
+
+
+def make_audit(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import audit
+
+        golden, port = ({path.stem: path for path in paths} for paths in (args.golden, args.port))
+        descriptions = {path.stem: read_json(path) for path in args.weights}
+        content = audit.audit(_checkpoint(args), descriptions, golden, port, args.spec)
+        for stage, entry in content["stages"].items():
+            for finding in entry["findings"]:
+                print(f"{stage}: {finding['text']}")
+        write_json(output, content)
+
+    jobs.run(_job(args, [*args.weights, args.config, *args.golden, *args.port]), work)
+
+
+def make_verdicts(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        files = (args.comparisons, args.chains, args.diagnoses)
+        write_json(output, verdicts.collect(*(list(map(read_json, paths)) for paths in files)))
+
+    jobs.run(_job(args, [*args.comparisons, *args.chains, *args.diagnoses]), work)
+
+
+def make_stage_plot(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import plots
+
+        plots.plot_stage(read_json(args.comparisons[0]), output)
+
+    jobs.run(_job(args, args.comparisons), work)
+
+
+def make_model_plots(args: argparse.Namespace) -> None:
+    heat_map, depth = args.outputs
+
+    def work() -> None:
+        from layerproof import plots
+
+        comparisons = list(map(read_json, args.comparisons))
+        plots.plot_map(comparisons, heat_map)
+        plots.plot_depth(comparisons, list(map(read_json, args.chains)), depth)
+
+    jobs.run(_job(args, [*args.comparisons, *args.chains]), work)
+
+
+def make_report(args: argparse.Namespace) -> None:
+    (output,) = args.outputs
+
+    def work() -> None:
+        from layerproof import report
+
+        comparisons = list(map(read_json, args.comparisons))
+        for comparison, path in zip(comparisons, args.records, strict=True):
+            record = Record.read(path)
+            if record is not None and "port" in comparison:
+                comparison["port"]["compilations"] = record.run.get("compilations")
+        html = report.render(
+            args.template,
+            read_json(args.verdicts),
+            comparisons,
+            list(map(read_json, args.chains)),
+            list(map(read_json, args.diagnoses)),
+            {path.stem: path for path in args.plots},
+            read_json(args.unused),
+            read_json(args.audit),
+            read_json(args.prediction),
+            list(map(read_json, args.preflights)),
+            args.spec["config"],
+        )
+        write_text(output, html)
+
+    # Not the records: they hold times, which are no reason to write the report again.
+    files = [args.template, args.verdicts, args.unused, args.audit, args.prediction]
+    jobs.run(
+        _job(args, [*files, *args.preflights, *args.comparisons, *args.chains, *args.diagnoses, *args.plots]), work
+    )
+
+
+def make_manifest(args: argparse.Namespace) -> None:
+    manifest.write(args.output, args.spec)
+
+
+def make_archive(args: argparse.Namespace) -> None:
+    manifest.archive(args.manifest, args.output)
+
+
+def verify(args: argparse.Namespace) -> int:
+    return manifest.verify(args.manifest)
+
+
+def gate(args: argparse.Namespace) -> int:
+    return verdicts.gate(args.verdicts)
+
+
+def _job(args: argparse.Namespace, inputs: Sequence[Path], **more: Any) -> jobs.Job:
+    (stamp,), (record,) = args.stamp, args.record
+    return jobs.Job(args.verb, args.spec | more, stamp, tuple(inputs), tuple(args.outputs), record)
+
+
+def _checkpoint(args: argparse.Namespace) -> Path:
+    """The checkpoint's directory; absolute, since a port or code that comes with a checkpoint may change the directory."""
+    return Path(args.spec["checkpoint_dir"]).absolute()
+
+
+def _only(paths: Sequence[Path]) -> Path | None:
+    """The file of a flag that may name one or none, as `--previous` of the first stage."""
+    return paths[0] if paths else None
+
+
+def _leave_error(job: jobs.Job, error: StageError) -> None:
+    from layerproof import tensors
+
+    for output in job.outputs:
+        tensors.write_error(output, error)
+
+
+ONE_FILE = ("tokens", "config", "template", "verdicts", "unused", "comparison", "audit", "prediction")
+"""Flags that name one file; the others name any number."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; every flag that names several files takes them one after the other."""
+    top = argparse.ArgumentParser(
+        prog="layerproof", description="Finds the layer where a port goes wrong, and says why."
+    )
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def job_verb(name: str, action: Any, text: str, *files: str) -> None:
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.set_defaults(action=action)
+        verb.add_argument("outputs", nargs="+", type=Path, help="files to write")
+        verb.add_argument("--spec", type=json.loads, required=True, help="settings of the job, as JSON")
+        verb.add_argument(
+            "--stamp", nargs="+", default=["new"], help="changes when a job must run again (see records.py)"
+        )
+        verb.add_argument(
+            "--record", nargs="+", type=Path, required=True, help="where to keep what each job was run with"
+        )
+        for file in files:
+            one = file in ONE_FILE
+            verb.add_argument(f"--{file}", type=Path, required=one, **({} if one else {"nargs": "*", "default": []}))
+
+    job_verb("checkpoint", make_checkpoint, "Makes the default checkpoint, a small MiniMax-M2.", "inputs")
+    job_verb("weights", make_weights, "Lists each stage's tensors in a checkpoint, with digests.", "inputs")
+    job_verb("tokens", make_tokens, "Turns prompts into padded token ids.", "inputs")
+    job_verb("golden", make_golden, "Runs stages of the golden.", "weights", "tokens", "config", "previous", "noise")
+    job_verb(
+        "port",
+        make_port,
+        "Runs stages of the port: the first on the golden's input, each of the others on the output of the one before.",
+        *("weights", "tokens", "config", "previous"),
+    )
+    job_verb("compare", make_comparison, "Compares the two sides of a stage.", "golden", "noise", "port", "tokens")
+    job_verb(
+        "compare-chain",
+        make_chain_comparison,
+        "Compares a chain with the golden's trajectory.",
+        *("golden", "port", "comparisons", "tokens"),
+    )
+    job_verb(
+        "force",
+        make_forced,
+        "Runs a stage of the port that fails with the golden's tap in place of each of its own.",
+        *("comparison", "golden", "weights", "tokens", "config", "previous"),
+    )
+    job_verb(
+        "diagnose",
+        make_diagnosis,
+        "Finds which known mistake a stage that fails behaves like.",
+        *("comparison", "golden", "noise", "port", "forced", "weights", "tokens", "config", "previous"),
+    )
+    job_verb(
+        "bisect",
+        make_bisection,
+        "Finds the first stage at which the port goes wrong on its own outputs, by halving.",
+        *("golden", "noise", "weights", "tokens", "config", "previous"),
+    )
+    job_verb(
+        "predict",
+        make_prediction,
+        "Foretells the memory of each job and the disk of the run.",
+        *("weights", "tokens", "config"),
+    )
+    job_verb(
+        "audit",
+        make_audit,
+        "Holds each stage's weights on disk, in the golden and in the port against each other.",
+        *("weights", "config", "golden", "port"),
+    )
+    job_verb(
+        "verdicts", make_verdicts, "Collects all comparisons in one verdict.", "comparisons", "chains", "diagnoses"
+    )
+    job_verb("plot-stage", make_stage_plot, "Draws the errors of one stage.", "comparisons")
+    job_verb(
+        "plot-model",
+        make_model_plots,
+        "Draws the map of all stages and the errors along depth.",
+        "comparisons",
+        "chains",
+    )
+    job_verb(
+        "report",
+        make_report,
+        "Writes the report.",
+        *("template", "verdicts", "unused", "audit", "prediction"),
+        *("preflights", "comparisons", "chains", "diagnoses", "plots", "records"),
+    )
+
+    text = "Checks whether this host can run a side; without an output, by hand."
+    verb = verbs.add_parser("preflight", help=text, description=text)
+    verb.set_defaults(action=make_preflight)
+    verb.add_argument("outputs", nargs="*", type=Path, help="file to write")
+    verb.add_argument("--side", choices=("golden", "port"), required=True)
+    verb.add_argument("--config", type=Path, default=Path("config.yaml"), help="which settings to check by hand")
+    verb.add_argument("--prediction", type=Path, default=Path("results/prediction.json"))
+    verb.add_argument("--spec", type=json.loads, help="settings of the job, as JSON")
+    verb.add_argument("--stamp", nargs="+", default=["new"], help="as of the other jobs")
+    verb.add_argument("--record", nargs="+", type=Path, help="as of the other jobs")
+
+    verb = verbs.add_parser("manifest", help="Lists every file of results/ with its digest.")
+    verb.set_defaults(action=make_manifest)
+    verb.add_argument("output", type=Path)
+    verb.add_argument("--spec", type=json.loads, required=True, help="resolved config, as JSON")
+    verb = verbs.add_parser("archive", help="Packs the results and their manifest in one zip file.")
+    verb.set_defaults(action=make_archive)
+    verb.add_argument("output", type=Path)
+    verb.add_argument("--manifest", type=Path, required=True)
+    verb = verbs.add_parser("verify", help="Finds files that were changed, removed or added since the manifest.")
+    verb.set_defaults(action=verify)
+    verb.add_argument("manifest", type=Path, nargs="?", default=Path("results/manifest.json"), help="or an archive")
+    verb = verbs.add_parser("gate", help="Exits with 0 on pass, 1 on fail and 2 on error.")
+    verb.set_defaults(action=gate)
+    verb.add_argument("verdicts", type=Path, nargs="?", default=Path("results/verdicts.json"))
+    return top
+
+
+def run(argv: Sequence[str], apart: jobs.Apart = jobs.run_apart) -> int:
+    """Runs a verb and returns its exit code; a user's error is one line and exit code 2.
+
+    `apart` runs the jobs of verbs that may take their process down with them.
+    """
+    args = parser().parse_args(argv)
+    args.apart = apart
+    try:
+        return args.action(args) or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"error: {error.filename or args.verb}: {error.strerror or error}. Correct this and run again.",
+            file=sys.stderr,
+        )
+        return 2

@@ -1,0 +1,233 @@
+"""Lets the jobs of one call of snakemake share processes, so that imports, devices and compiled graphs are had once.
+
+Under snakemake `python -m layerproof VERB` is a client. It hands its command line, directory and output to a server, which
+the first job starts, and waits; the server hands them to a runner, one that is idle or a new one, and a runner takes the
+next job when it has done this one. There is a server for each kind of environment: the golden's, the port's, the rest's.
+
+Where it matters a job is as alone as in a process of its own: a runner that dies takes only its own job with it, and the
+client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
+when source that a runner has loaded was edited, the next job gets a fresh one. All of them end with snakemake.
+
+Clients import little, so that a job that has nothing to do takes no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
+    from layerproof import jobs
+    from layerproof.errors import StageError
+
+FILES = 3
+"""A client's connection, standard output and standard error."""
+
+
+def start_server(address: Path) -> None:
+    """Starts a server whose socket is at `address`; it is there for clients at once.
+
+    Raises:
+        OSError: if there can be no such socket, or the process with which the server is to end cannot be seen from here.
+    """
+    owner = address.parent.name.rpartition("-")[2]
+    os.close(os.pidfd_open(int(owner)))
+    with socket.socket(socket.AF_UNIX) as listening, open(address.parent / "log", "ab") as log:
+        listening.bind(str(address))
+        listening.listen()
+        _start(listening, "serve", owner, output=log)
+
+
+def _start(inherited: socket.socket, *arguments: str, output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """Starts this module as a process that no terminal interrupts; it prints to `output`, or where this one does."""
+    number = inherited.fileno()
+    command = [sys.executable, "-m", "layerproof.worker", str(number), *arguments]
+    return subprocess.Popen(
+        command, pass_fds=[number], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+    )
+
+
+@dataclass
+class _Runner:
+    """A process that runs jobs, the socket to it, and the client whose job it runs."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    client: socket.socket | None = None
+
+
+def serve(listening: socket.socket, owner: int) -> None:
+    """Hands jobs to runners until the process `owner` ends."""
+    runners: list[_Runner] = []
+    end = os.pidfd_open(owner)
+    try:
+        while True:
+            poll = select.poll()
+            poll.register(listening, select.POLLIN)
+            poll.register(end, select.POLLIN)
+            for runner in runners:
+                poll.register(runner.control, select.POLLIN)
+                if runner.client is not None:
+                    poll.register(runner.client, select.POLLRDHUP)
+            ready = {number for number, _ in poll.poll()}
+            if end in ready:
+                _clear(Path(listening.getsockname()))
+                return
+            for runner in list(runners):
+                if runner.control.fileno() in ready:
+                    alive = _relay(runner)
+                else:
+                    alive = runner.client is None or runner.client.fileno() not in ready
+                if not alive:
+                    runners.remove(runner)
+                    _end(runner)
+            if listening.fileno() in ready:
+                _accept(listening, runners)
+    finally:
+        for runner in runners:
+            _end(runner)
+
+
+def _clear(address: Path) -> None:
+    """Removes a server's socket, and with the last one of its folder the folder."""
+    address.unlink()
+    if not any(path.is_socket() for path in address.parent.iterdir()):
+        shutil.rmtree(address.parent, ignore_errors=True)
+
+
+def _accept(listening: socket.socket, runners: list[_Runner]) -> None:
+    """Hands one client's job to a runner."""
+    client, _ = listening.accept()
+    _, outputs, *_ = socket.recv_fds(client, 1, 2)
+    runner = next((runner for runner in runners if runner.client is None), None)
+    if runner is None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            runner = _Runner(_start(theirs, "run", str(os.getpid())), ours)
+        runners.append(runner)
+    runner.client = client
+    with contextlib.suppress(BrokenPipeError):  # died while it was idle: its end is seen next
+        socket.send_fds(runner.control, [b"\n"], [client.fileno(), *outputs])
+    for output in outputs:
+        os.close(output)
+
+
+def _relay(runner: _Runner) -> bool:
+    """Passes on to the client what a runner says; whether the runner is still there."""
+    message = runner.control.recv(64)
+    if message and runner.client is not None:
+        _tell(runner.client, message)
+        if message.startswith(b"exit"):
+            runner.client.close()
+            runner.client = None
+    return bool(message)
+
+
+def _tell(client: socket.socket, message: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its hanging up is seen next
+        client.sendall(message + b"\n")
+
+
+def _end(runner: _Runner) -> None:
+    """Kills a runner if it is alive, and tells its client, if that is, how it died."""
+    runner.process.kill()
+    code = runner.process.wait()
+    runner.control.close()
+    if runner.client is not None:
+        _tell(runner.client, f"died {code}".encode())
+        runner.client.close()
+
+
+def run_jobs(control: socket.socket, server: int) -> None:
+    """Runs one job after the other for the process `server`."""
+    from layerproof import cli, fingerprint, jobs
+
+    jobs.end_with(server)
+    faulthandler.enable()  # a crash leaves the Python stack in the log, and what was printed before:
+    for stream in (sys.stdout, sys.stderr):
+        cast("TextIOWrapper", stream).reconfigure(line_buffering=True)
+    beginning = [sys.executable, "-m", "layerproof.worker", *sys.argv[1:]], dict(os.environ)
+    loaded: dict[str, float] = {}
+    failed = False
+
+    def apart(tasks: Sequence[tuple[jobs.Job, jobs.Work]], leave_error: jobs.LeaveError) -> None:
+        def leave(job: jobs.Job, error: StageError) -> None:
+            nonlocal failed
+            failed |= error.__cause__ is not None  # what is of our own making leaves nothing behind
+            leave_error(job, error)
+
+        control.send(b"apart")
+        jobs.run_here(tasks, leave, lambda: control.send(b"finished"))
+
+    while control.recv(1, socket.MSG_PEEK):
+        if failed or not fingerprint.are_unchanged(loaded):
+            os.execve(sys.executable, *beginning)  # the job waits meanwhile
+        started = time.time()
+        _, files, *_ = socket.recv_fds(control, 1, FILES)
+        with socket.socket(fileno=files[0]) as client, client.makefile() as lines:
+            request = json.loads(lines.readline())
+        sys.argv = ["layerproof", *request["argv"]]
+        os.chdir(request["directory"])
+        with _printing_to(files[1:]):
+            code = _exit_code(functools.partial(cli.run, request["argv"], apart))
+        loaded = fingerprint.sources() | loaded
+        failed |= code != 0 or any(written >= started for written in loaded.values())  # maybe after it was loaded
+        gc.collect()  # a model that refers to itself would stay beside the next one
+        gc.freeze()  # what is left are modules, which take longer to look through than most jobs do
+        control.send(f"exit {code}".encode())
+
+
+@contextlib.contextmanager
+def _printing_to(files: Sequence[int]) -> Iterator[None]:
+    """Standard output and error to these files, which are closed after it."""
+    before = os.dup(1), os.dup(2)
+    for number, file in enumerate(files, start=1):
+        os.dup2(file, number)
+        os.close(file)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, file in enumerate(before, start=1):
+            os.dup2(file, number)
+            os.close(file)
+
+
+def _exit_code(run: Callable[[], int]) -> int:
+    """The exit code that a process would have which did only this."""
+    try:
+        return run()
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def main() -> None:
+    """`python -m layerproof.worker SOCKET serve OWNER` and `... SOCKET run SERVER`; SOCKET is an open file's number."""
+    number, task, process = sys.argv[1:]
+    with socket.socket(fileno=int(number)) as opened:
+        {"serve": serve, "run": run_jobs}[task](opened, int(process))
+
+
+if __name__ == "__main__":
+    main()
