@@ -49,9 +49,8 @@ def findings_in(run, directory, source, **settings):
     fed = tensors.read(run / "layer_000.h5", "golden/out")
     runner = port.Runner.start(run / "model", TOKENS, settings)
     port.make_stage(runner, STAGE, descriptions[STAGE], fed, directory / "port.h5")
-    dtypes = {"trust_remote_code": False, "golden_dtype": "bfloat16", "port_dtype": settings["dtype"]}
     files = {STAGE: run / f"{STAGE}.h5"}, {STAGE: directory / "port.h5"}
-    entry = audit.audit(run / "model", descriptions, *files, dtypes)["stages"][STAGE]
+    entry = audit.audit(descriptions, *files, settings["dtype"])["stages"][STAGE]
     assert entry["golden"].keys() <= {"bfloat16", "float32"} and entry["port"]
     return [(finding["kind"], finding["text"]) for finding in entry["findings"] if not finding["note"]]
 
@@ -65,7 +64,7 @@ def test_bytes_by_dtype(run, tmp_path):
     findings(run, tmp_path)
     descriptions, _ = loading.describe_stages(run / "model", [STAGE], trust_remote_code=False)
     golden = loading.parameters_of(loading.meta_model(run / "model", False, torch.bfloat16), STAGE)
-    entry = audit.audit_stage(descriptions[STAGE], golden, torch.bfloat16, run / f"{STAGE}.h5", tmp_path / "port.h5")
+    entry = audit.audit_stage(descriptions[STAGE], run / f"{STAGE}.h5", tmp_path / "port.h5", "bfloat16")
     tensors_on_disk = descriptions[STAGE]["tensors"].values()
     assert sum(entry["disk"].values()) == sum(
         torch.Size(one["shape"]).numel() * {"F8_E4M3": 1, "BF16": 2, "F32": 4}[one["dtype"]] for one in tensors_on_disk

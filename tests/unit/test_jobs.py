@@ -264,7 +264,7 @@ def test_job_killed_between_work_and_record_runs_again(job, tmp_path):
         ("compare", ("golden", "noise", "port", "tokens")),
         ("plot-stage", ("comparisons",)),
         ("predict", ("weights", "tokens", "config")),
-        ("audit", ("weights", "config", "golden", "port")),
+        ("audit", ("weights", "golden", "port")),
         ("report", ("template", "verdicts", "unused", "audit", "prediction", "comparisons")),
     ],
 )

@@ -10,13 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.modeling_utils import str_to_torch_dtype
-
-from layerproof import loading, tensors
+from layerproof import tensors
+from layerproof.checkpoint import bytes_on_disk, itemsize
 from layerproof.errors import StageError
 from layerproof.files import size
-from layerproof.port import CONVERSION
 from layerproof.taps import OUT
 
 SCHEMA_VERSION = 1
@@ -33,7 +30,7 @@ class Parameter:
     """A parameter of the port: `of` are the tensors on disk that went into it; the rest is as in `port._Ready`."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     of: tuple[str, ...]
     transposed: bool
@@ -43,74 +40,57 @@ class Parameter:
     def count(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def bytes(self) -> int:
+        return self.count * itemsize(self.dtype)
+
 
 def audit(
-    directory: Path,
     descriptions: Mapping[str, Description],
     golden_files: Mapping[str, Path],
     port_files: Mapping[str, Path],
-    settings: Mapping[str, Any],
+    port_dtype: str,
 ) -> dict[str, Any]:
-    """The content of results/audit.json: `audit_stage` of every stage, all mappings being by stage.
-
-    `settings` holds `trust_remote_code` and the `golden_dtype` and `port_dtype` of the config.
-    """
-    dtypes = [getattr(torch, settings[key]) for key in ("golden_dtype", "port_dtype")]
-    model = loading.meta_model(directory, settings["trust_remote_code"], dtypes[0])
+    """The content of results/audit.json: `audit_stage` of every stage, all mappings being by stage."""
     stages = {
-        stage: audit_stage(
-            *(description, loading.parameters_of(model, stage), dtypes[1], golden_files[stage], port_files[stage])
-        )
+        stage: audit_stage(description, golden_files[stage], port_files[stage], port_dtype)
         for stage, description in descriptions.items()
     }
     return {"schema_version": SCHEMA_VERSION, "stages": stages}
 
 
-def audit_stage(
-    description: Description,
-    golden: Mapping[str, torch.Tensor],
-    port_dtype: torch.dtype,
-    golden_file: Path,
-    port_file: Path,
-) -> dict[str, Any]:
+def audit_stage(description: Description, golden_file: Path, port_file: Path, port_dtype: str) -> dict[str, Any]:
     """Bytes by dtype on `disk`, in the `golden` and in the `port`, and `findings`, each a `text` with its `kind` and whether
     it is a mere `note`.
 
-    `description` is results/weights/STAGE.json, `golden` its parameters as the golden holds them, of any device. `port` is
-    None where the port did not run.
+    `description` is results/weights/STAGE.json, `port_dtype` as in the config. `golden` and `port` are None where that side
+    did not run.
     """
     on_disk: dict[str, int] = {}
     for entry in description.get("tensors", {}).values():
-        on_disk[entry["dtype"]] = on_disk.get(entry["dtype"], 0) + loading.bytes_on_disk(entry)
-    result: dict[str, Any] = {
-        "disk": on_disk,
-        "golden": _by_dtype((tensor.dtype, tensor.numel()) for tensor in golden.values()),
-        "port": None,
-        "findings": [],
-    }
+        on_disk[entry["dtype"]] = on_disk.get(entry["dtype"], 0) + bytes_on_disk(entry)
+    result: dict[str, Any] = {"disk": on_disk, "golden": None, "port": None, "findings": []}
     try:
-        conversion = tensors.read_document(port_file, CONVERSION)
+        golden = tensors.read_document(golden_file, tensors.HELD)
+        result["golden"] = _by_dtype((held["dtype"], bytes_on_disk(held)) for held in golden.values())
+        conversion = tensors.read_document(port_file, tensors.CONVERSION)
         with tensors.reading(golden_file) as file:
-            wanted = _dtypes(tensors.taps(file, "golden"))
+            wanted = {name: tap.dtype for name, tap in tensors.taps(file, "golden").items()}
         with tensors.reading(port_file) as file:
-            found = _dtypes(tensors.taps(file, "port"))
+            found = {name: tap.dtype for name, tap in tensors.taps(file, "port").items()}
     except StageError:
         return result
+    held = {name: one["dtype"] for name, one in golden.items()}
     parameters = [
         Parameter(
-            name,
-            getattr(torch, entry["dtype"]),
-            tuple(entry["shape"]),
-            tuple(entry["of"]),
-            entry["transposed"],
-            entry["initial"],
+            name, entry["dtype"], tuple(entry["shape"]), tuple(entry["of"]), entry["transposed"], entry["initial"]
         )
         for name, entry in conversion["parameters"].items()
     ]
-    books = _Books(description["tensors"], golden, port_dtype, conversion["reads"], parameters)
+    books = _Books(description["tensors"], held, port_dtype, conversion["reads"], parameters)
     findings = [*books.dtypes(), *books.use(), *books.layout(), *_activations(found, wanted)]
     return result | {
-        "port": _by_dtype((parameter.dtype, parameter.count) for parameter in parameters),
+        "port": _by_dtype((parameter.dtype, parameter.bytes) for parameter in parameters),
         "findings": [{"kind": kind, "note": kind in NOTES, "text": text} for kind, text in findings],
     }
 
@@ -124,34 +104,34 @@ Finding = tuple[str, str]
 @dataclass(frozen=True)
 class _Books:
     tensors: Mapping[str, Mapping[str, Any]]
-    golden: Mapping[str, torch.Tensor]
-    port_dtype: torch.dtype
+    golden: Mapping[str, str]
+    port_dtype: str
     reads: Mapping[str, int]
     parameters: Sequence[Parameter]
 
     def dtypes(self) -> Iterator[Finding]:
         """Parameters that are wider than need be, or narrower than the golden's."""
-        wide: list[tuple[Parameter, torch.dtype]] = []
-        narrow: list[tuple[Parameter, torch.dtype]] = []
+        wide: list[tuple[Parameter, str]] = []
+        narrow: list[tuple[Parameter, str]] = []
         for parameter in self.parameters:
-            if not parameter.of or not parameter.dtype.is_floating_point:
+            if not parameter.of or "float" not in parameter.dtype:
                 continue
-            golden = self._widest(self.golden[self.tensors[name]["parameter"]].dtype for name in parameter.of)
-            disk = self._widest(self._disk_dtype(name) for name in parameter.of)
-            if parameter.dtype.itemsize > max(golden.itemsize, disk.itemsize, self.port_dtype.itemsize):
+            golden = max((self.golden[self.tensors[name]["parameter"]] for name in parameter.of), key=itemsize)
+            disk = max((self._disk_dtype(name) for name in parameter.of), key=itemsize)
+            if itemsize(parameter.dtype) > max(map(itemsize, (golden, disk, self.port_dtype))):
                 wide.append((parameter, disk))
-            if parameter.dtype.itemsize < min(golden.itemsize, disk.itemsize):
+            if itemsize(parameter.dtype) < min(itemsize(golden), itemsize(disk)):
                 narrow.append((parameter, disk))
         for (dtype, disk), group in _grouped(wide):
-            more = sum(parameter.count * (dtype.itemsize - disk.itemsize) for parameter in group)
+            more = sum(parameter.count * (itemsize(dtype) - itemsize(disk)) for parameter in group)
             yield (
                 "upcast" if more > SMALL * self._port_bytes else "widened",
-                f"{_names(one.name for one in group)}: {_word(dtype)} in the port and {_word(disk)} on disk, "
+                f"{_names(one.name for one in group)}: {dtype} in the port and {disk} on disk, "
                 f"which takes {size(more)} more.",
             )
         for (dtype, disk), group in _grouped(narrow):
             names = _names(one.name for one in group)
-            yield "rounded", f"{names}: rounded to {_word(dtype)}, where checkpoint and golden have {_word(disk)}."
+            yield "rounded", f"{names}: rounded to {dtype}, where checkpoint and golden have {disk}."
 
     def use(self) -> Iterator[Finding]:
         """Tensors on disk that are not used, or used in part or more than once; parameters that come from none."""
@@ -203,71 +183,61 @@ class _Books:
 
     @property
     def _port_bytes(self) -> int:
-        return sum(parameter.count * parameter.dtype.itemsize for parameter in self.parameters)
+        return sum(parameter.bytes for parameter in self.parameters)
 
     @cached_property
     def _quantised(self) -> set[str]:
         """The golden's parameters whose values on disk are 8 bits wide, with scales in tensors of their own."""
-        return {one["parameter"] for one in self.tensors.values() if _of_word(one["dtype"]).itemsize == 1}
+        return {one["parameter"] for one in self.tensors.values() if itemsize(one["dtype"]) == 1}
 
     def _counted(self, name: str) -> int:
         """Elements that a tensor on disk adds to a parameter: none if it is the scales of a quantised one."""
         entry = self.tensors[name]
-        scales = entry["parameter"] in self._quantised and _of_word(entry["dtype"]).itemsize > 1
+        scales = entry["parameter"] in self._quantised and itemsize(entry["dtype"]) > 1
         return 0 if scales else _count(entry)
 
-    def _disk_dtype(self, name: str) -> torch.dtype:
+    def _disk_dtype(self, name: str) -> str:
         """The dtype of the numbers on disk, of quantised ones that of the golden."""
         parameter = self.tensors[name]["parameter"]
-        return self.golden[parameter].dtype if parameter in self._quantised else _of_word(self.tensors[name]["dtype"])
+        return self.golden[parameter] if parameter in self._quantised else _in_torch(self.tensors[name]["dtype"])
 
     def _is_square(self, parameter: Parameter) -> bool:
         return len(parameter.shape) > 1 and parameter.shape[-1] == parameter.shape[-2]
 
-    @staticmethod
-    def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-        return max(dtypes, key=lambda dtype: dtype.itemsize)
 
-
-def _activations(found: Mapping[str, torch.dtype], wanted: Mapping[str, torch.dtype]) -> Iterator[Finding]:
+def _activations(found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[Finding]:
     """Taps that the port computes in a wider dtype than the golden."""
     wide = {
         name: dtype
         for name, dtype in found.items()
-        if name in wanted and dtype.is_floating_point and dtype.itemsize > wanted[name].itemsize
+        if name in wanted and "float" in dtype and itemsize(dtype) > itemsize(wanted[name])
     }
     for dtype in dict.fromkeys(wide.values()):
         names = [name for name, its in wide.items() if its == dtype]
         stage = " The next stage gets it so unless the port narrows it." if OUT in names else ""
-        yield "activations", f"{_names(names)}: {_word(dtype)}, where the golden has {_word(wanted[names[0]])}.{stage}"
+        yield "activations", f"{_names(names)}: {dtype}, where the golden has {wanted[names[0]]}.{stage}"
 
 
 def _grouped(
-    pairs: Collection[tuple[Parameter, torch.dtype]],
-) -> Iterator[tuple[tuple[torch.dtype, torch.dtype], list[Parameter]]]:
+    pairs: Collection[tuple[Parameter, str]],
+) -> Iterator[tuple[tuple[str, str], list[Parameter]]]:
     """Parameters by their dtype and the one on disk."""
     for key in dict.fromkeys((parameter.dtype, disk) for parameter, disk in pairs):
         yield key, [parameter for parameter, disk in pairs if (parameter.dtype, disk) == key]
 
 
-def _dtypes(taps: Mapping[str, tensors.Tensor]) -> dict[str, torch.dtype]:
-    return {name: getattr(torch, tap.dtype) for name, tap in taps.items()}
-
-
-def _by_dtype(parts: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
+def _by_dtype(parts: Iterable[tuple[str, int]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for dtype, count in parts:
-        found[_word(dtype)] = found.get(_word(dtype), 0) + count * dtype.itemsize
+        found[dtype] = found.get(dtype, 0) + count
     return found
 
 
-def _of_word(word: str) -> torch.dtype:
-    """The torch dtype of safetensors' word for it."""
-    return str_to_torch_dtype[word]
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _in_torch(dtype: str) -> str:
+    """Torch's word for a dtype by that of safetensors: BF16 is bfloat16, I64 int64."""
+    kinds = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
+    kind = dtype.rstrip("0123456789")
+    return kinds[kind] + dtype[len(kind) :] if kind in kinds else dtype.lower()
 
 
 def _count(entry: Mapping[str, Any]) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +24,17 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of a number of a dtype, by safetensors' word for it or torch's: BF16, bfloat16, F8_E4M3, BOOL."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
+
+
+def bytes_on_disk(entry: Mapping[str, Any]) -> int:
+    """Bytes of a tensor that results/weights/STAGE.json describes."""
+    return math.prod(entry["shape"]) * itemsize(entry["dtype"])
 
 
 @dataclass(frozen=True)

@@ -316,13 +316,13 @@ def make_audit(args: argparse.Namespace) -> None:
 
         golden, port = ({path.stem: path for path in paths} for paths in (args.golden, args.port))
         descriptions = {path.stem: read_json(path) for path in args.weights}
-        content = audit.audit(_checkpoint(args), descriptions, golden, port, args.spec)
+        content = audit.audit(descriptions, golden, port, args.spec["port_dtype"])
         for stage, entry in content["stages"].items():
             for finding in entry["findings"]:
                 print(f"{stage}: {finding['text']}")
         write_json(output, content)
 
-    jobs.run(_job(args, [*args.weights, args.config, *args.golden, *args.port]), work)
+    jobs.run(_job(args, [*args.weights, *args.golden, *args.port]), work)
 
 
 def make_verdicts(args: argparse.Namespace) -> None:
@@ -501,7 +501,7 @@ def parser() -> argparse.ArgumentParser:
         "audit",
         make_audit,
         "Holds each stage's weights on disk, in the golden and in the port against each other.",
-        *("weights", "config", "golden", "port"),
+        *("weights", "golden", "port"),
     )
     job_verb(
         "verdicts", make_verdicts, "Collects all comparisons in one verdict.", "comparisons", "chains", "diagnoses"

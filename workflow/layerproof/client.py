@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-GOLDEN = ("weights", "tokens", "predict", "golden", "diagnose", "audit")
+GOLDEN = ("weights", "tokens", "predict", "golden", "diagnose")
 PORT = ("port", "force", "bisect")
 """Verbs that share a process of their side: those that have use for transformers, and those that run the port. All others
 share one that imports neither.

@@ -52,8 +52,8 @@ def make_stage(
     settings: Mapping[str, Any],
     whole: Whole | None = None,
 ) -> None:
-    """Runs a stage of the golden and writes `golden/TAP` in its dtype and `truth/TAP` in fp32; and to `noise` how far
-    legitimate variants of it are from the truth, in a file of its own, which is no input of the port.
+    """Runs a stage of the golden and writes `golden/TAP` in its dtype, `truth/TAP` in fp32 and what it holds of the weights;
+    and to `noise` how far legitimate variants of it are from the truth, in a file of its own, which is no input of the port.
 
     The input is `golden/out` of the previous stage's file: the golden follows its own trajectory, and the truth of every
     stage starts from the same input. A variant follows its own too, `chained/out` of the noise files: how far it strays is
@@ -86,15 +86,17 @@ def make_stage(
         chained = tensors.to_torch(tensors.read_stage_input(previous_noise, "chained/out")).to(device)
         with split(model, device):
             strayed = run(model, chained)[OUT]
+    documents = {tensors.HELD: loading.held_by(model, stage)}
     if stage not in settings["compared"]:
-        tensors.write(output, {"golden": {OUT: golden[OUT]}}, valid=tokens.valid, attributes=attributes)
+        alone = {"golden": {OUT: golden[OUT]}}
+        tensors.write(output, alone, valid=tokens.valid, attributes=attributes, documents=documents)
         tensors.write_noise(noise, {}, [], strayed)
         return
     others = dict(variants(model, functools.partial(run, model), stage_input))
     truth_input = None if stage_input is None else stage_input.float()
     truth = run(exact(model, stage, directory, description, device, settings), truth_input)
     groups = {"golden": golden, "truth": truth}
-    tensors.write(output, groups, valid=tokens.valid, attributes=attributes)
+    tensors.write(output, groups, valid=tokens.valid, attributes=attributes, documents=documents)
     measured = noise_of_taps(golden, list(others.values()), truth, tokens.valid)
     tensors.write_noise(noise, measured, list(others), strayed)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
-from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
@@ -95,9 +94,13 @@ def parameters_of(model: PreTrainedModel, stage: str) -> dict[str, torch.Tensor]
     return {name: tensor for name, tensor in model.state_dict().items() if parts.stage_of(name) == owner}
 
 
-def bytes_on_disk(entry: Mapping[str, Any]) -> int:
-    """Bytes of a tensor that results/weights/STAGE.json describes."""
-    return math.prod(entry["shape"]) * str_to_torch_dtype[entry["dtype"]].itemsize
+def held_by(model: PreTrainedModel, stage: str) -> dict[str, dict[str, Any]]:
+    """`dtype` and `shape` of each parameter and buffer of a stage, as the model holds it."""
+    parameters = parameters_of(model, stage)
+    return {
+        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        for name, tensor in parameters.items()
+    }
 
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm")

@@ -41,9 +41,6 @@ from layerproof.tokens import Tokens
 
 Taps = dict[str, torch.Tensor]
 
-CONVERSION = "conversion"
-"""Under which name a port's file holds what is told of its weights."""
-
 
 class Forward(Protocol):
     """Runs a prepared stage: without taps, with them, or with them and `forced` ones going on in their place."""
@@ -171,7 +168,7 @@ def make_stage(
         {"port": {name: taps[name] for name in in_order(taps)}},
         valid=runner.tokens.valid,
         attributes={"stage": stage, **facts},
-        documents={CONVERSION: ready.conversion},
+        documents={tensors.CONVERSION: ready.conversion},
     )
     return {**facts, "compilations": _compilations() - compiled}
 

@@ -17,7 +17,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PreTrainedModel
 
-from layerproof import golden, loading
+from layerproof import checkpoint, golden, loading
 from layerproof.experts import ONE_EXPERT, STATIC_EXPERTS, register
 from layerproof.stages import EMBED, layer_of
 from layerproof.tokens import Tokens
@@ -92,7 +92,7 @@ def predict(
             if name not in held or tensor.dtype != own[name].dtype
         )
         variants = 0 if stage == EMBED else len(VARIANTS)
-        largest = max(map(loading.bytes_on_disk, description["tensors"].values()), default=0)
+        largest = max(map(checkpoint.bytes_on_disk, description["tensors"].values()), default=0)
         ported_weights = _bytes(loading.parameters_of(ported, stage).values())
         stages[stage] = {
             "weights": {"golden": weights, "port": ported_weights},

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 1 << 20
+HELD, CONVERSION = "held", "conversion"
+"""Documents: of a golden's file the weights as they were held, of a port's how its weights were converted."""
 NOISE_ARRAYS = ("compared", "token", "channel")
 
 

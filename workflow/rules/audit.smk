@@ -60,7 +60,6 @@ rule audit:
     """Of every stage the weights on disk, in the golden and in the port, and what became of them."""
     input:
         weights=expand("results/weights/{stage}.json", stage=STAGES),
-        config=CONFIG_JSON,
         golden=expand("results/golden/{stage}.h5", stage=STAGES),
         port=expand("results/port/{stage}.h5", stage=STAGES),
         stamp=lambda wildcards: stamp_file("results/audit.json", audit_spec(wildcards)),
@@ -72,11 +71,10 @@ rule audit:
     benchmark:
         "results/benchmarks/audit.tsv"
     container:
-        containers["golden"]
+        containers["cpu"]
     params:
         spec=audit_spec,
         stamp=lambda wildcards: stamp("audit", "results/audit.json"),
     shell:
-        "python -m layerproof audit {output.audit:q} --weights {input.weights:q} --config {input.config:q}"
-        " --golden {input.golden:q} --port {input.port:q}"
+        "python -m layerproof audit {output.audit:q} --weights {input.weights:q} --golden {input.golden:q} --port {input.port:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"

@@ -99,15 +99,7 @@ def preflight_spec(side):
 
 
 def audit_spec(wildcards):
-    return spec(
-        "torch",
-        "transformers",
-        "h5py",
-        checkpoint_dir=CHECKPOINT,
-        trust_remote_code=SETTINGS["model"]["trust_remote_code"],
-        golden_dtype=SETTINGS["golden"]["dtype"],
-        port_dtype=SETTINGS["port"]["dtype"],
-    )
+    return spec("h5py", port_dtype=SETTINGS["port"]["dtype"])
 
 
 def verdicts_spec(wildcards):
