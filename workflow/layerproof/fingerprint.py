@@ -121,6 +121,7 @@ def fingerprints(seen: Seen) -> dict[str, str]:
 
     What was edited while the job ran gets a fingerprint that nothing has, so that the job runs again.
     """
+    _module_at.cache_clear()  # more may be loaded than the last time
     entries: set[str] = set()
     edited: set[str] = set()
     for code, modified in seen.values():
@@ -163,6 +164,20 @@ def current(entry: str) -> str:
 
 
 @dataclass(frozen=True)
+class _Uses:
+    """What one part of an entry names: plain names, dotted names as their parts, and imports."""
+
+    names: set[str]
+    chains: set[tuple[str, ...]]
+    imports: list[ast.Import | ast.ImportFrom]
+
+    @classmethod
+    def of(cls, part: ast.AST) -> _Uses:
+        imports = [node for node in ast.walk(part) if isinstance(node, ast.Import | ast.ImportFrom)]
+        return cls(_names(part), _attributes(part), imports)
+
+
+@dataclass(frozen=True)
 class _Source:
     """One parsed file: functions by qualified name, statements by the module-level name that they bind, and the rest."""
 
@@ -171,6 +186,7 @@ class _Source:
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     bare: list[ast.stmt] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
+    used: dict[str, list[list[_Uses]]] = field(default_factory=dict)
 
     def fingerprint(self, local: str) -> str:
         """Digest of an entry, made once: the records of many stages name the same functions.
@@ -192,6 +208,12 @@ class _Source:
         parts = [part for node in self.nodes(local) for part in _parts(node, local)]
         # The names that resolve in this module belong to the entry: a new one may shadow what it used before.
         return digest_of([dumps, sorted({name for part in parts for name in _names(part)} & self.bindings.keys())])
+
+    def uses(self, local: str) -> list[list[_Uses]]:
+        """Of each node of an entry what its parts use, found once: the jobs of a process share most of their functions."""
+        if local not in self.used:
+            self.used[local] = [[_Uses.of(part) for part in _parts(node, local)] for node in self.nodes(local)]
+        return self.used[local]
 
     def nodes(self, local: str) -> list[Any]:
         """What an entry consists of, to look for the names that it uses."""
@@ -296,16 +318,15 @@ def _add_closure(path: Path, local: str, entries: set[str]) -> None:
     if owner in source.classes:
         _add_closure(path, f"={owner}", entries)
     module = _module_at(path)
-    for node in source.nodes(local):
-        parts = _parts(node, local)
-        used = {name for part in parts for name in _names(part)}
+    for parts in source.uses(local):
+        used = {name for part in parts for name in part.names}
         for name in used & source.bindings.keys():
             _add_closure(path, f"={name}", entries)
         if module is not None:
             _add_starred(module, source, used - source.bindings.keys(), entries)
         for part in parts:
             here = dict(vars(module)) if module is not None else {}
-            for statement in ast.walk(part):
+            for statement in part.imports:
                 if local and isinstance(statement, ast.ImportFrom) and module is not None:
                     _add_imported(module, statement, local, entries)
                 if isinstance(statement, ast.Import):
@@ -313,7 +334,7 @@ def _add_closure(path: Path, local: str, entries: set[str]) -> None:
                 elif isinstance(statement, ast.ImportFrom) and module is not None:
                     target = _target(module, statement)
                     here |= {alias.asname or alias.name: getattr(target, alias.name, None) for alias in statement.names}
-            for chain in _attributes(part):
+            for chain in part.chains:
                 _add_attribute(here, chain, entries)
 
 
@@ -371,6 +392,7 @@ def _add_binding(module: ModuleType, name: str, entries: set[str]) -> None:
         _add_closure(Path(filename), f"={name}", entries)
 
 
+@functools.cache
 def _module_at(path: Path) -> ModuleType | None:
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
@@ -378,6 +400,7 @@ def _module_at(path: Path) -> ModuleType | None:
     return None
 
 
+@functools.cache
 def _relative(path: Path) -> str:
     path = path.resolve()
     return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
