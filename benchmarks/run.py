@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), *(str(HERE.parent / folder) for folder in ("workflow", "tests/workflow"))]
+sys.path[:0] = [str(HERE), *(str(HERE.parent / folder) for folder in ("workflow", "tests", "tests/workflow"))]
 
 from layerproof.files import write_json  # noqa: E402
 
-BENCHMARKS = ("memory", "scale")
+BENCHMARKS = ("memory", "scale", "overhead")
 
 
 def main() -> None:
