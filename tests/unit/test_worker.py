@@ -16,7 +16,7 @@ from layerproof.records import Record
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# The verbs of these tests, in place of the library's. A job `port` runs a few tasks apart, as the library's does.
+# The verbs of these tests, in place of the library's. A job `golden` may run a few tasks apart, as the library's does.
 VERBS = """
     import functools, os, secrets, signal, sys, time
     from pathlib import Path
@@ -32,7 +32,7 @@ VERBS = """
 
     def run(argv, apart=jobs.run_apart):
         verb, *rest = argv
-        if verb == "port":
+        if verb == "golden" and rest:
             apart([task(name) for name in rest], leave_error)
             return 0
         if verb == "error":
@@ -43,6 +43,12 @@ VERBS = """
         if verb == "die":
             print("last words")
             os.kill(os.getpid(), int(rest[0]))
+        if verb == "orphan":
+            child = os.fork()
+            if child == 0:
+                time.sleep(30)
+            write_text(Path("child"), str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
         if verb == "crash":
             raise RuntimeError("a mistake of ours")
         if verb == "leak":
@@ -136,10 +142,36 @@ def shared(tmp_path):
 
 
 def test_jobs_of_a_side_share_a_process_and_those_of_others_do_not(shared):
-    golden = {shared.life("golden"), shared.life("diagnose"), shared.life("golden")}
+    golden = {shared.life("golden"), shared.life("weights"), shared.life("golden")}
     other = {shared.life("compare"), shared.life("report")}
     assert len(golden) == len(other) == 1 and golden != other
     assert {shared.life("golden", CUDA_VISIBLE_DEVICES="1")} != golden
+
+
+@pytest.mark.parametrize("verb", ["port", "force", "bisect", "diagnose"])
+def test_jobs_that_run_a_users_code_share_with_none(shared, verb):
+    assert shared.life(verb) != shared.life(verb)
+
+
+def test_a_process_that_cannot_start_takes_no_other_job_with_it(shared):
+    """As one that begins while a file of the library is half edited."""
+    source = shared.directory / "layerproof/cli.py"
+    waiting = shared.start("wait")
+    waiting.stdout.readline()
+    whole = source.read_text()
+    source.write_text("def run(")
+    assert shared.run("compare")[0] == 1
+    source.write_text(whole)
+    assert waiting.poll() is None and shared.life("compare")
+    waiting.kill()
+
+
+def test_what_a_job_started_ends_with_it(shared):
+    code, _, errors = shared.run("orphan")
+    assert code == 1 and "killed by SIGKILL" in errors
+    child = int((shared.directory / "child").read_text())
+    _, alive = psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=10)
+    assert not alive
 
 
 def test_a_job_prints_to_its_own_log_and_works_in_its_own_directory(shared):
@@ -184,7 +216,7 @@ def test_a_process_that_dies_takes_its_own_job_and_no_other(shared, name):
 
 
 def test_stages_whose_process_dies_leave_an_error(shared):
-    code, _, errors = shared.run("port", "first", "aborts", "third")
+    code, _, errors = shared.run("golden", "first", "aborts", "third")
     assert code == 0, errors
     assert (shared.directory / "first.out").read_text().startswith("made by")
     assert "StageError: The process of the job was killed by SIGABRT" in (shared.directory / "aborts.out").read_text()
@@ -194,16 +226,16 @@ def test_stages_whose_process_dies_leave_an_error(shared):
 
 
 def test_a_stage_that_fails_leaves_an_error_and_the_next_job_starts_afresh(shared):
-    shared.run("port", "first", "fails", "third")
+    shared.run("golden", "first", "fails", "third")
     assert "RuntimeError at verbs.py:" in (shared.directory / "fails.out").read_text()
-    shared.run("port", "fourth")
+    shared.run("golden", "fourth")
     made_by = [(shared.directory / f"{name}.out").read_text() for name in ("first", "third", "fourth")]
     assert made_by[0] == made_by[1] != made_by[2]
 
 
 def test_a_stage_that_lacks_something_costs_no_fresh_start(shared):
-    shared.run("port", "first", "lacks")
-    shared.run("port", "second")
+    shared.run("golden", "first", "lacks")
+    shared.run("golden", "second")
     assert (shared.directory / "lacks.out").read_text() == "StageError: no such tensor"
     assert (shared.directory / "first.out").read_text() == (shared.directory / "second.out").read_text()
 
@@ -237,8 +269,8 @@ def test_a_record_states_the_peak_of_its_own_job(shared):
         )
     )
     os.utime(source, (1e9, 1e9))
-    shared.run("port", "large", "small")
-    shared.run("port", "another")
+    shared.run("golden", "large", "small")
+    shared.run("golden", "another")
     large, small, another = (
         json.loads((shared.directory / f"{name}.json").read_text())["run"]["peak_rss_bytes"]
         for name in ("large", "small", "another")

@@ -6,11 +6,12 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Runs a verb, in a process that the jobs of one call of snakemake share if the workflow says where."""
+    """Runs a verb; if the workflow says where, in a process that the jobs of one call of snakemake share."""
     if workers := os.environ.get("LAYERPROOF_WORKERS"):
-        from layerproof.client import submit
+        from layerproof.client import ALONE, submit
 
-        return submit(Path(workers), sys.argv[1:])
+        if sys.argv[1:2] and sys.argv[1] not in ALONE:
+            return submit(Path(workers), sys.argv[1:])
     from layerproof.cli import run
 
     return run(sys.argv[1:])

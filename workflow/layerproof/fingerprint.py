@@ -86,9 +86,12 @@ def once(function: Callable[P, T]) -> Callable[P, T]:
         key = args, tuple(sorted(kwargs.items()))
         if key not in kept:
             seen: Seen = {}
-            with recording(seen):
-                value = function(*args, **kwargs)
-            kept[key] = value, seen
+            try:
+                with recording(seen):
+                    kept[key] = function(*args, **kwargs), seen
+            finally:
+                if _recordings:
+                    _recordings[-1].update(seen)
         value, seen = kept[key]
         if _recordings:
             _recordings[-1].update(seen)

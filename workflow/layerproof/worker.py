@@ -1,8 +1,9 @@
-"""Lets the jobs of one call of snakemake share processes, so that imports, devices and compiled graphs are had once.
+"""Lets the jobs of one call of snakemake share processes, so that imports are had once.
 
-Under snakemake `python -m layerproof VERB` is a client. It hands its command line, directory and output to a server, which
-the first job starts, and waits; the server hands them to a runner, one that is idle or a new one, and a runner takes the
-next job when it has done this one. There is a server for each kind of environment: the golden's, the port's, the rest's.
+Under snakemake `python -m layerproof VERB` is a client, but for verbs that run a user's code. It hands its command line,
+directory and output to a server, which the first job starts, and waits; the server hands them to a runner, one that is idle
+or a new one, and a runner takes the next job when it has done this one. There is a server for each kind of environment: for
+what has use for transformers, and for the rest.
 
 Where it matters a job is as alone as in a process of its own: a runner that dies takes only its own job with it, and the
 client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
@@ -21,6 +22,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -123,7 +125,7 @@ def _accept(listening: socket.socket, runners: list[_Runner]) -> None:
             runner = _Runner(_start(theirs, "run", str(os.getpid())), ours)
         runners.append(runner)
     runner.client = client
-    with contextlib.suppress(BrokenPipeError):  # died while it was idle: its end is seen next
+    with contextlib.suppress(ConnectionError):  # died while it was idle: its end is seen next
         socket.send_fds(runner.control, [b"\n"], [client.fileno(), *outputs])
     for output in outputs:
         os.close(output)
@@ -131,7 +133,10 @@ def _accept(listening: socket.socket, runners: list[_Runner]) -> None:
 
 def _relay(runner: _Runner) -> bool:
     """Passes on to the client what a runner says; whether the runner is still there."""
-    message = runner.control.recv(64)
+    try:
+        message = runner.control.recv(64)
+    except ConnectionResetError:  # it ended before it took its job
+        return False
     if message and runner.client is not None:
         _tell(runner.client, message)
         if message.startswith(b"exit"):
@@ -141,13 +146,14 @@ def _relay(runner: _Runner) -> bool:
 
 
 def _tell(client: socket.socket, message: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its hanging up is seen next
+    with contextlib.suppress(ConnectionError):  # its hanging up is seen next
         client.sendall(message + b"\n")
 
 
 def _end(runner: _Runner) -> None:
-    """Kills a runner if it is alive, and tells its client, if that is, how it died."""
-    runner.process.kill()
+    """Kills a runner and what it started, and tells its client, if that is, how it died."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(runner.process.pid, signal.SIGKILL)
     code = runner.process.wait()
     runner.control.close()
     if runner.client is not None:
@@ -176,10 +182,12 @@ def run_jobs(control: socket.socket, server: int) -> None:
         control.send(b"apart")
         jobs.run_here(tasks, leave, lambda: control.send(b"finished"))
 
+    control.set_inheritable(False)  # or what a job starts would keep it open
     while control.recv(1, socket.MSG_PEEK):
+        fingerprint.STARTED = started = time.time()
         if failed or not fingerprint.are_unchanged(loaded):
+            control.set_inheritable(True)
             os.execve(sys.executable, *beginning)  # the job waits meanwhile
-        started = time.time()
         _, files, *_ = socket.recv_fds(control, 1, FILES)
         with socket.socket(fileno=files[0]) as client, client.makefile() as lines:
             request = json.loads(lines.readline())
@@ -191,6 +199,9 @@ def run_jobs(control: socket.socket, server: int) -> None:
         failed |= code != 0 or any(written >= started for written in loaded.values())  # maybe after it was loaded
         gc.collect()  # a model that refers to itself would stay beside the next one
         gc.freeze()  # what is left are modules, which take longer to look through than most jobs do
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # other processes want it
         control.send(f"exit {code}".encode())
 
 

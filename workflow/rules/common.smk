@@ -17,16 +17,6 @@ from layerproof.files import canonical_json
 from layerproof.jobs import package_versions
 from layerproof.records import Stamps
 
-# Jobs share processes, which end with this one. Those in a container would end with the first job in it.
-WORKERS = os.path.join(tempfile.gettempdir(), f"layerproof-{secrets.token_hex(8)}-{os.getpid()}")
-SHARED = "" if workflow.deployment_settings.deployment_method else f"LAYERPROOF_WORKERS={shlex.quote(WORKERS)}"
-LIBRARY = shlex.quote(os.path.join(workflow.basedir, "workflow"))
-shell.executable("bash")
-shell.prefix(
-    # USE_TORCH_XLA: accelerate would start the XLA runtime in golden jobs, which have no use for it.
-    f"set -euo pipefail; export PYTHONPATH={LIBRARY}${{{{PYTHONPATH:+:$PYTHONPATH}}}} USE_TORCH_XLA=0 {SHARED}; "
-)
-
 try:
     for config_file in workflow.configfiles:
         check_keys_once(Path(config_file))
@@ -43,6 +33,19 @@ GOLDEN = ALL_STAGES[: max(map(ALL_STAGES.index, STAGES)) + 1]
 BISECTED = stages.first_run(STAGES, CONFIG.num_layers)
 PACKAGES = package_versions()
 containers = {side: f"containers/{side}.sif" for side in ("golden", "port", "cpu")}
+
+
+# Jobs share processes, which end with this one. Not in containers, where they would end with the first job; nor if code comes
+# with the checkpoint, which may keep what the next job should do and record anew.
+WORKERS = os.path.join(tempfile.gettempdir(), f"layerproof-{secrets.token_hex(8)}-{os.getpid()}")
+IS_SHARED = not (workflow.deployment_settings.deployment_method or SETTINGS["model"]["trust_remote_code"])
+SHARED = f"LAYERPROOF_WORKERS={shlex.quote(WORKERS)}" if IS_SHARED else ""
+LIBRARY = shlex.quote(os.path.join(workflow.basedir, "workflow"))
+shell.executable("bash")
+shell.prefix(
+    # USE_TORCH_XLA: accelerate would start the XLA runtime in golden jobs, which have no use for it.
+    f"set -euo pipefail; export PYTHONPATH={LIBRARY}${{{{PYTHONPATH:+:$PYTHONPATH}}}} USE_TORCH_XLA=0 {SHARED}; "
+)
 
 
 wildcard_constraints:
