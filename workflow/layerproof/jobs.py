@@ -10,6 +10,7 @@ import getpass
 import mmap
 import os
 import platform
+import resource
 import shlex
 import signal
 import sys
@@ -191,10 +192,11 @@ def _forget_peak_memory() -> None:
 
 
 def _peak_memory() -> int:
-    """Largest resident size of this process in bytes since `_forget_peak_memory`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
+    """Largest resident size of this process in bytes: since `_forget_peak_memory` where the kernel says that."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _raise(error: StageError) -> None:
