@@ -1,0 +1,73 @@
+"""All that a report shows, made in this one process by the same functions of the library, from a config.yaml in this folder.
+
+Without Snakemake, records, fingerprints or preflight: what the workflow is measured against in `overhead.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+import layerproof
+from layerproof import (
+    audit,
+    checkpoint,
+    compare,
+    golden,
+    loading,
+    plots,
+    port,
+    prediction,
+    report,
+    tokens,
+    verdicts,
+)
+from layerproof.config import resolve
+from layerproof.files import write_json, write_text
+from layerproof.metrics import LIMIT
+from layerproof.stages import all_stages, previous_stage
+from layerproof.tensors import read_stage_input
+
+TEMPLATE = Path(layerproof.__file__).parent / "templates/report.html.j2"
+
+
+def main(directory: Path) -> None:
+    """Works in a folder with `config.yaml`, its model and its token ids."""
+    settings = resolve(yaml.safe_load((directory / "config.yaml").read_text())).resolved
+    model, results = directory / settings["model"]["checkpoint"], directory / "results"
+    trust = {"trust_remote_code": False}
+    layers = checkpoint.num_layers(checkpoint.read_config(model))
+    stages = all_stages(layers)
+    descriptions, unused = loading.describe_stages(model, stages, False)
+    ids = Path(settings["inputs"]["token_ids"])
+    tokens.make(results / "tokens.json", model, checkpoint.read_config(model), None, ids, 4096, False)
+    prompts = tokens.Tokens.read(results / "tokens.json")
+    foretold = prediction.predict(model, descriptions, prompts, settings | trust)
+    runner = port.Runner.start(model, prompts, settings["port"] | trust)
+    comparisons, files = [], {side: {} for side in ("golden", "noise", "port", "plots")}
+    for stage in stages:
+        for side, ending in (("golden", "h5"), ("noise", "h5"), ("port", "h5"), ("plots", "svg")):
+            files[side][stage] = results / side / f"{stage}.{ending}"
+        previous = previous_stage(stage, layers)
+        before = [files[side].get(previous) for side in ("golden", "noise")]
+        made = files["golden"][stage], files["noise"][stage]
+        golden_settings = settings["golden"] | trust | {"compared": stages}
+        golden.make_stage(stage, model, descriptions[stage], prompts, *before, *made, golden_settings)
+        fed = read_stage_input(before[0], "golden/out") if before[0] else None
+        port.make_stage(runner, stage, descriptions[stage], fed, files["port"][stage])
+        comparisons.append(compare.compare_stage(stage, *made, files["port"][stage], prompts.valid, LIMIT))
+        write_json(results / f"compare/{stage}.json", comparisons[-1])
+        plots.plot_stage(comparisons[-1], files["plots"][stage])
+    files["plots"] |= {name: results / f"plots/{name}.svg" for name in ("map", "depth")}
+    plots.plot_map(comparisons, files["plots"]["map"])
+    plots.plot_depth(comparisons, [], files["plots"]["depth"])
+    audited = audit.audit(descriptions, files["golden"], files["port"], settings["port"]["dtype"])
+    diagnoses = [verdicts.undiagnosed(stage) for stage in stages]
+    verdict = verdicts.collect(comparisons, [], diagnoses)
+    shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, foretold, [])
+    write_text(results / "report.html", report.render(TEMPLATE, *shown, settings))
+
+
+if __name__ == "__main__":
+    main(Path.cwd())
