@@ -43,6 +43,7 @@ from layerproof.checkpoint import (
 from layerproof.errors import StageError, UserError
 from layerproof.files import read_json
 from layerproof.stages import EMBED, LM_HEAD, NORM, layer_stage
+from layerproof.tensors import dtype_name
 
 
 def meta_model(
@@ -97,10 +98,7 @@ def parameters_of(model: PreTrainedModel, stage: str) -> dict[str, torch.Tensor]
 def held_by(model: PreTrainedModel, stage: str) -> dict[str, dict[str, Any]]:
     """`dtype` and `shape` of each parameter and buffer of a stage, as the model holds it."""
     parameters = parameters_of(model, stage)
-    return {
-        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        for name, tensor in parameters.items()
-    }
+    return {name: {"dtype": dtype_name(tensor), "shape": list(tensor.shape)} for name, tensor in parameters.items()}
 
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm")

@@ -309,8 +309,8 @@ def _described(tensor: torch.Tensor, tracing: provenance.Tracing, built: torch.T
 
 
 def _entry(tensor: torch.Tensor, sources: Iterable[str]) -> dict[str, Any]:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(tensor.shape), "of": sorted(sources), "transposed": False, "initial": False}
+    held = {"dtype": tensors.dtype_name(tensor), "shape": list(tensor.shape)}
+    return held | {"of": sorted(sources), "transposed": False, "initial": False}
 
 
 def _prepare_transformers(job: _Job) -> _Ready:
@@ -386,7 +386,7 @@ def _hook(name: str) -> Callable[[nn.Module, Any, Any], Any]:
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in a dtype that files hold: small integers and fp8 in wider ones, complex numbers as pairs."""
-    if str(tensor.dtype).removeprefix("torch.") in STORAGE:
+    if tensors.dtype_name(tensor) in STORAGE:
         return tensor
     if tensor.is_complex():
         return torch.view_as_real(tensor)

@@ -31,15 +31,18 @@ HELD, CONVERSION = "held", "conversion"
 NOISE_ARRAYS = ("compared", "token", "channel")
 
 
+def dtype_name(tensor: torch.Tensor) -> str:
+    """What files and configs call the tensor's dtype, such as `bfloat16`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def to_array(tensor: torch.Tensor) -> Tensor:
     """A torch tensor of any device as numpy data with its dtype's name; bfloat16 becomes uint16 bits."""
     import torch
 
     tensor = tensor.detach().cpu().contiguous()
-    name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.dtype == torch.bfloat16:
-        return Tensor(tensor.view(torch.int16).numpy().view(np.uint16), name)
-    return Tensor(tensor.numpy(), name)
+    bits = tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return Tensor(bits, dtype_name(tensor))
 
 
 def to_torch(array: Tensor) -> torch.Tensor:
