@@ -95,10 +95,10 @@ def make_golden(args: argparse.Namespace) -> None:
         from layerproof import golden, tokens
 
         description, ids = read_json(weights), tokens.Tokens.read(prompts)
-        previous, previous_noise, output, noise = (path and path.absolute() for path in (*before, *outputs))
-        assert output and noise
+        previous, previous_noise = (path and path.absolute() for path in before)
+        output, noise = (path.absolute() for path in outputs)
         model = start() if spec["mode"] == "whole" else None
-        files = (previous, previous_noise, output, noise)
+        files = previous, previous_noise, output, noise
         golden.make_stage(spec["stage"], checkpoint, description, ids, *files, settings=spec, whole=model)
 
     tasks: list[tuple[jobs.Job, jobs.Work]] = []

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from layerproof.files import digest_of
 
@@ -34,7 +34,6 @@ STARTED = time.time()
 STAR = "*"
 """What `from module import *` is bound as."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -75,27 +74,23 @@ _recordings: list[Seen] = []
 """What is being recorded, the innermost last."""
 
 
-def once(function: Callable[P, T]) -> Callable[P, T]:
+def once(function: Callable[[], T]) -> Callable[[], T]:
     """Keeps what a function returned, as `functools.cache` does, and the code that ran for it: it counts as run by every
-    job that is given the kept value. For what the jobs of a process share; arguments must be hashable.
+    job that is given the kept value. For what the jobs of a process share.
     """
-    kept: dict[Any, tuple[T, Seen]] = {}
+    kept: list[T] = []
+    seen: Seen = {}
 
     @functools.wraps(function)
-    def kept_or_new(*args: P.args, **kwargs: P.kwargs) -> T:
-        key = args, tuple(sorted(kwargs.items()))
-        if key not in kept:
-            seen: Seen = {}
-            try:
+    def kept_or_new() -> T:
+        try:
+            if not kept:
                 with recording(seen):
-                    kept[key] = function(*args, **kwargs), seen
-            finally:
-                if _recordings:
-                    _recordings[-1].update(seen)
-        value, seen = kept[key]
-        if _recordings:
-            _recordings[-1].update(seen)
-        return value
+                    kept.append(function())
+        finally:
+            if _recordings:
+                _recordings[-1].update(seen)
+        return kept[0]
 
     return kept_or_new
 

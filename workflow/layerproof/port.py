@@ -31,7 +31,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from layerproof import checkpoint, distributed, fingerprint, provenance, tensors
+from layerproof import checkpoint, distributed, provenance, tensors
 from layerproof.errors import StageError
 from layerproof.files import digest_of
 from layerproof.metrics import STORAGE
@@ -77,7 +77,7 @@ class Runner:
             StageError: if the port cannot be imported.
         """
         environment = distributed.initialise("xla", settings["device"])
-        module = _loaded(settings["module"]) if settings["backend"] == "xla" else None
+        module = load_module(settings["module"]) if settings["backend"] == "xla" else None
         return cls(directory, tokens, settings, environment, module)
 
 
@@ -115,17 +115,6 @@ def load_module(name: str) -> ModuleType:
     if unknown:
         raise StageError(f'{name}: TAPS: "{unknown[0]}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
     return module
-
-
-def _loaded(name: str) -> ModuleType:
-    """The port, imported by the first job of a process: what its import does to transformers, say, is done once."""
-    path = Path(name)
-    return _load_version(name, path.stat().st_mtime_ns if name.endswith(".py") and path.exists() else None)
-
-
-@fingerprint.once
-def _load_version(name: str, mtime_ns: int | None) -> ModuleType:
-    return load_module(name)
 
 
 def make_stage(
