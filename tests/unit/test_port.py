@@ -1,6 +1,5 @@
 """A port stage on XLA: right where the port is right, clear where it is not."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,9 @@ def test_unmodified_transformers_stages_pass_on_xla(model_type, tmp_path):
         assert failed == {}, stage
 
 
-def test_shipped_port_passes_and_compiles_once_a_kind(tmp_path):
+def test_shipped_port_passes_and_compiles_once_a_kind(tmp_path, monkeypatch):
+    # No other test's size, whose graphs this process may have compiled.
+    monkeypatch.setitem(CONFIGS, "minimax_m2", CONFIGS["minimax_m2"] | {"vocab_size": 89, "hidden_size": 56})
     save("minimax_m2", tmp_path / "model")
     stages = stream(tmp_path / "model", tmp_path / "golden")
     facts = run(tmp_path / "model", tmp_path / "golden", tmp_path / "port", SETTINGS)
@@ -163,15 +164,3 @@ def test_what_is_no_tap_is_told(golden, tmp_path, old, new, message):
     with pytest.raises(StageError) as error:
         run_edited(golden, tmp_path, old, new)
     assert message in str(error.value)
-
-
-def test_a_port_is_imported_once_and_again_when_it_was_edited(tmp_path):
-    source = tmp_path / "edited.py"
-    counted = "import sys\nsys.imports = getattr(sys, 'imports', 0) + 1\n"
-    source.write_text(counted + Path(SETTINGS["module"]).read_text())
-    settings = SETTINGS | {"module": str(source)}
-    first, second = (port.Runner.start(tmp_path, TOKENS, settings).module for _ in range(2))
-    assert first is second and sys.imports == 1
-    source.write_text(counted + "EDITED = True\n" + Path(SETTINGS["module"]).read_text())
-    assert port.Runner.start(tmp_path, TOKENS, settings).module.EDITED and sys.imports == 2
-    del sys.imports
