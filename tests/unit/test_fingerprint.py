@@ -18,6 +18,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numba
+
 from own.other import FACTOR, renamed as alias, Base
 from own.other import used_by_nobody
 from .relative import NEAR
@@ -196,6 +198,24 @@ class Point:
     x: int = 51
 
 
+@numba.njit
+def compiled_too(x):
+    return x + IN_COMPILED
+
+
+@numba.njit
+def compiled(x):
+    return compiled_too(x) + 71
+
+
+@numba.njit
+def compiled_but_unused(x):
+    return x + 72
+
+
+IN_COMPILED = 73
+
+
 def run():
     child = Child()
     coroutine_ = coroutine()
@@ -213,7 +233,7 @@ def run():
         SUM, FIRST, ANNOTATED, FACTOR, alias, NEAR, other.BY_MODULE, nearby.BY_ALIAS, long_way.BY_LONG_WAY,
         own.deep.DEEP, PASSED_ON, reexport.PASSED_ON_TOO, MAYBE, [x + 61 for x in range(1)], (lambda: 62)(),
         math.sqrt(4), by_local_import(), own.other.in_other(63), max(1, 2), STARRED,
-        HANDLERS["hidden"]().hidden_method(), Child.Named.named,
+        HANDLERS["hidden"]().hidden_method(), Child.Named.named, compiled(1),
     ]
 
 
@@ -329,6 +349,12 @@ NEUTRAL = {
     "quotes": ("main", '"four"', "'''four'''"),
     "spelling of a number": ("main", "FIRST, SECOND = 5, 6", "(FIRST, SECOND) = (0x5, 6)"),
     "blank lines": ("main", "CONSTANT = 3\n", "\n\n\nCONSTANT = 3\n\n\n"),
+    "unused function that a package compiles": ("main", "x + 72", "x + 73"),
+    "docstring of a function that a package compiles": (
+        "main",
+        "def compiled(x):\n",
+        'def compiled(x):\n    """Sum."""\n',
+    ),
     "unused function edited": ("main", "return x - 1", "return x - 2"),
     "unused function added": ("main", "def unused(x):", "def more():\n    return 1\n\n\ndef unused(x):"),
     "unused function removed": ("other", "def used_by_nobody():\n    return 114\n", "used_by_nobody = None\n"),
@@ -345,6 +371,9 @@ TELLING = {
     "body of the recorded function": ("main", "child = Child()", "child = Child.__call__()", "main::run"),
     "default argument": ("main", "y=CONSTANT", "y=30", "main::helper"),
     "body of a decorated function": ("main", "x + 21", "x + 22", "main::decorated"),
+    "function that a package compiles": ("main", "compiled_too(x) + 71", "compiled_too(x) + 74", "main::=compiled"),
+    "function that compiled code calls": ("main", "x + IN_COMPILED", "x - IN_COMPILED", "main::=compiled_too"),
+    "constant of compiled code": ("main", "IN_COMPILED = 73", "IN_COMPILED = 74", "main::=IN_COMPILED"),
     "argument of a decorator": ("main", "@scaled(2)", "@scaled(3)", "main::decorated"),
     "decorator removed": ("main", "@scaled(2)\n", "", "main::decorated"),
     "wrapper in a decorator": ("main", "by * function", "by - function", "main::scaled"),

@@ -36,7 +36,8 @@ STAR = "*"
 
 T = TypeVar("T")
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
 
 
 Seen = dict[int, tuple[CodeType, float | None]]
@@ -177,12 +178,17 @@ class _Uses:
 
 @dataclass(frozen=True)
 class _Source:
-    """One parsed file: functions by qualified name, statements by the module-level name that they bind, and the rest."""
+    """One parsed file: functions by qualified name, statements by the module-level name that they bind, and the rest.
+
+    `compiled` are module-level functions with a decorator of an installed package. It may compile them (numba.njit,
+    torch.jit.script), so that none of their code is ever seen to run: they count where they are named.
+    """
 
     functions: dict[str, list[ast.AST]] = field(default_factory=dict)
     bindings: dict[str, list[ast.stmt]] = field(default_factory=dict)
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     bare: list[ast.stmt] = field(default_factory=list)
+    compiled: set[str] = field(default_factory=set)
     digests: dict[str, str] = field(default_factory=dict)
     used: dict[str, list[list[_Uses]]] = field(default_factory=dict)
 
@@ -200,17 +206,18 @@ class _Source:
         if local == "":
             return digest_of([_dump(statement) for statement in self.bare])
         if local.startswith("="):
-            dumps = [_binding(statement) for statement in self._bound(local[1:])]
+            as_bound = _dump if local[1:] in self.compiled else _binding
+            dumps = [as_bound(statement) for statement in self._bound(local[1:])]
         else:
             dumps = [_dump(node) for node in self.functions[local]]
-        parts = [part for node in self.nodes(local) for part in _parts(node, local)]
+        parts = [part for node in self.nodes(local) for part in self._parts(node, local)]
         # The names that resolve in this module belong to the entry: a new one may shadow what it used before.
         return digest_of([dumps, sorted({name for part in parts for name in _names(part)} & self.bindings.keys())])
 
     def uses(self, local: str) -> list[list[_Uses]]:
         """Of each node of an entry what its parts use, found once: the jobs of a process share most of their functions."""
         if local not in self.used:
-            self.used[local] = [[_Uses.of(part) for part in _parts(node, local)] for node in self.nodes(local)]
+            self.used[local] = [[_Uses.of(part) for part in self._parts(node, local)] for node in self.nodes(local)]
         return self.used[local]
 
     def nodes(self, local: str) -> list[Any]:
@@ -218,6 +225,14 @@ class _Source:
         if local == "":
             return list(self.bare)
         return self._bound(local[1:]) if local.startswith("=") else self.functions[local]
+
+    def _parts(self, node: Any, local: str) -> list[ast.AST]:
+        """The parts of an entry's node that count: of a class its header, of a function that is only bound its decorators."""
+        if isinstance(node, ast.ClassDef):
+            return _header(node)
+        if local.startswith("=") and isinstance(node, Function) and local[1:] not in self.compiled:
+            return list(node.decorator_list)
+        return [node]
 
     def _bound(self, name: str) -> list[ast.stmt]:
         return [self.classes[name]] if name in self.classes else self.bindings[name]
@@ -237,6 +252,8 @@ def _parse_version(path: Path, mtime_ns: int, size: int) -> _Source:
             _add_definition(source, statement, "")
             # A decorator of the module's own may keep what it is given, as a registry does, without anybody naming it.
             source.bare.extend(ast.Expr(one) for one in statement.decorator_list if _is_own_name(source, _root(one)))
+            if isinstance(statement, Function) and any(_is_of_a_package(source, one) for one in statement.decorator_list):
+                source.compiled.add(statement.name)
             continue
         names = _bound_names(statement)
         for name in names:
@@ -251,6 +268,17 @@ def _is_own_name(source: _Source, name: str | None) -> bool:
     """Whether the module binds a name otherwise than by an import, so far as it was read."""
     bound = source.bindings.get(name or "", [])
     return any(not isinstance(statement, ast.Import | ast.ImportFrom) for statement in bound)
+
+
+def _is_of_a_package(source: _Source, decorator: ast.expr) -> bool:
+    """Whether a module imports a decorator from elsewhere than Python's own library."""
+    names = set()
+    for statement in source.bindings.get(_root(decorator) or "", []):
+        if isinstance(statement, ast.ImportFrom):
+            names.add(statement.module or "." * statement.level)
+        elif isinstance(statement, ast.Import):
+            names |= {alias.name for alias in statement.names}
+    return any(name.split(".")[0] not in sys.stdlib_module_names for name in names)
 
 
 def _root(node: ast.expr) -> str | None:
@@ -421,15 +449,6 @@ def _attributes(node: ast.AST) -> set[tuple[str, ...]]:
     return chains
 
 
-def _parts(node: Any, local: str) -> list[ast.AST]:
-    """The parts of an entry's node that count: of a class its header, of a function that is only bound its decorators."""
-    if isinstance(node, ast.ClassDef):
-        return _header(node)
-    if local.startswith("=") and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return list(node.decorator_list)
-    return [node]
-
-
 def _header(node: ast.ClassDef) -> list[ast.AST]:
     """What runs when a class is made: bases, decorators and all of the body but its functions and texts."""
     body: list[ast.AST] = []
@@ -446,7 +465,7 @@ def _binding(statement: ast.stmt) -> Any:
     if isinstance(statement, ast.ClassDef):
         members = [[member.name, _binding(member)] for member in statement.body if isinstance(member, Definition)]
         return ["class", [_dump(part) for part in _header(statement)], members]
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+    if isinstance(statement, Function):
         return ["function", [_dump(decorator) for decorator in statement.decorator_list]]
     return _dump(statement)
 
