@@ -227,7 +227,7 @@ class _Source:
         return self._bound(local[1:]) if local.startswith("=") else self.functions[local]
 
     def _parts(self, node: Any, local: str) -> list[ast.AST]:
-        """The parts of an entry's node that count: of a class its header, of a function that is only bound its decorators."""
+        """The parts of a node that count: of a class its header, of a function that is only bound its decorators."""
         if isinstance(node, ast.ClassDef):
             return _header(node)
         if local.startswith("=") and isinstance(node, Function) and local[1:] not in self.compiled:
@@ -252,7 +252,9 @@ def _parse_version(path: Path, mtime_ns: int, size: int) -> _Source:
             _add_definition(source, statement, "")
             # A decorator of the module's own may keep what it is given, as a registry does, without anybody naming it.
             source.bare.extend(ast.Expr(one) for one in statement.decorator_list if _is_own_name(source, _root(one)))
-            if isinstance(statement, Function) and any(_is_of_a_package(source, one) for one in statement.decorator_list):
+            if isinstance(statement, Function) and any(
+                _is_of_a_package(source, one) for one in statement.decorator_list
+            ):
                 source.compiled.add(statement.name)
             continue
         names = _bound_names(statement)
