@@ -224,6 +224,27 @@ def test_option_of_the_port_changed(workflow):
     assert made == {*isolated(STAGES), *chained(STAGES), *forced(failing), "report.html", "manifest.json"}
 
 
+def test_setting_that_also_concerns_the_checks_of_the_host(workflow):
+    """Jobs that wait for the checks run in the same call."""
+    before = workflow.config["port"]["dtype"]
+    workflow.configure(port={"dtype": "float32"})
+    made = run(workflow)
+    assert made >= {"prediction.json", "preflight/port.json", *isolated(STAGES), *chained(STAGES), *compared(STAGES)}
+    assert not made & golden(STAGES)
+    assert started(workflow) == 0
+    workflow.configure(port={"dtype": before})
+    assert run(workflow) >= isolated(STAGES)
+
+
+def test_fewer_layers_and_all_again(workflow):
+    """The golden's files are as good as they were."""
+    workflow.configure(layers="2", chains=[])
+    assert not run(workflow) & golden(STAGES)
+    workflow.configure(layers="all", chains=["all"])
+    assert not run(workflow) & golden(STAGES)
+    assert started(workflow) == 0
+
+
 def test_golden_forced_with_equal_result(workflow):
     assert run(workflow, "--forcerun", "results/golden/layer_001.h5") - {"manifest.json"} == golden(["layer_001"])
     assert "up to date" in workflow.log("port/layer_002")

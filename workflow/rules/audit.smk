@@ -27,7 +27,9 @@ rule predict:
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 
 
-# One rule for each side, because each runs on its own hosts.
+# One rule for each side, because each runs on its own hosts. The jobs of a side wait for it and are started after it, but do not
+# compare it, so they do not run again. (Not as `ancient` inputs: of a job that waits for another one by such an input alone,
+# Snakemake does not ask whether it has to run for a reason of its own.)
 for side in ("golden", "port"):
 
     rule:

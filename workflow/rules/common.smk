@@ -36,7 +36,7 @@ containers = {side: f"containers/{side}.sif" for side in ("golden", "port", "cpu
 
 
 # Jobs share processes, which end with this one. Not in containers, where they would end with the first job; nor if code comes
-# with the checkpoint, which may keep what the next job should do and record anew.
+# with the checkpoint: what it keeps is not told from what the library's own stages keep.
 WORKERS = os.path.join(tempfile.gettempdir(), f"layerproof-{secrets.token_hex(8)}-{os.getpid()}")
 IS_SHARED = not (workflow.deployment_settings.deployment_method or SETTINGS["model"]["trust_remote_code"])
 SHARED = f"LAYERPROOF_WORKERS={shlex.quote(WORKERS)}" if IS_SHARED else ""
@@ -117,11 +117,6 @@ def golden_stamp_files(wildcards):
 def golden_stamps(wildcards):
     """One stamp for each stage: in one process too, only those that changed and those that they reach run again."""
     return [stamp("golden_whole", f"results/golden/{stage}.h5") for stage in GOLDEN]
-
-
-def preflight(side):
-    """The checks of a side's host: made before its jobs, and no reason to run one again."""
-    return ancient(f"results/preflight/{side}.json")
 
 
 def asked_for(target):

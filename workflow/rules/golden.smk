@@ -9,7 +9,7 @@ rule golden_stage:
         config=CONFIG_JSON,
         previous=lambda wildcards: previous_golden(wildcards.stage),
         noise=lambda wildcards: previous_golden(wildcards.stage, "noise"),
-        preflight=preflight("golden"),
+        preflight="results/preflight/golden.json",
         stamp=lambda wildcards: stamp_file(f"results/golden/{wildcards.stage}.h5", golden_stage_spec(wildcards)),
     output:
         tensors=update("results/golden/{stage}.h5"),
@@ -43,7 +43,7 @@ if SETTINGS["golden"]["mode"] == "whole":
             weights=expand("results/weights/{stage}.json", stage=GOLDEN),
             tokens=rules.tokens.output.tokens,
             config=CONFIG_JSON,
-            preflight=preflight("golden"),
+            preflight="results/preflight/golden.json",
             stamps=golden_stamp_files,
         output:
             tensors=update(expand("results/golden/{stage}.h5", stage=GOLDEN)),
@@ -58,7 +58,7 @@ if SETTINGS["golden"]["mode"] == "whole":
         resources:
             gpu=1,
         params:
-            spec=golden_spec(compared=STAGES),
+            spec=golden_spec(compared=list(filter(has_taps, GOLDEN))),
             stamps=golden_stamps,
         shell:
             "python -m layerproof golden {output.tensors:q} {output.noise:q} --weights {input.weights:q}"

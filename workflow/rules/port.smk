@@ -9,7 +9,7 @@ rule port_stage:
         tokens=rules.tokens.output.tokens,
         config=CONFIG_JSON,
         previous=lambda wildcards: previous_golden(wildcards.stage),
-        preflight=preflight("port"),
+        preflight="results/preflight/port.json",
         stamp=lambda wildcards: stamp_file(f"results/port/{wildcards.stage}.h5", port_stage_spec(wildcards)),
     output:
         tensors=update("results/port/{stage}.h5"),
@@ -43,7 +43,7 @@ for chain_name in CHAINS:
             tokens=rules.tokens.output.tokens,
             config=CONFIG_JSON,
             previous=previous_golden(CHAINS[chain_name][0]),
-            preflight=preflight("port"),
+            preflight="results/preflight/port.json",
             stamps=lambda wildcards, chain_name=chain_name: chain_stamp_files(chain_name),
         output:
             tensors=update(chain_files("results/chain/{chain}/{stage}.h5", chain_name)),

@@ -36,8 +36,15 @@ def golden_spec(**settings):
     )
 
 
+def has_taps(stage):
+    """Whether the golden of a stage has taps and noise: if it is compared, or has them from a run with more `layers`."""
+    return stage in STAGES or STAMPS.settings(f"golden/{stage}") == json.loads(
+        golden_spec(stage=stage, compared=[stage])
+    )
+
+
 def golden_stage_spec(wildcards):
-    return golden_spec(stage=wildcards.stage, compared=[stage for stage in STAGES if stage == wildcards.stage])
+    return golden_spec(stage=wildcards.stage, compared=list(filter(has_taps, [wildcards.stage])))
 
 
 def port_spec(**settings):
