@@ -43,6 +43,7 @@ def test_how_far_an_output_strays_leaves_padding_out_and_tells_the_median_token_
     narrow = bisect.Strayed.measure(Tensor(found[..., :3], "float32"), Tensor(golden, "float32"), valid)
     assert narrow.median == narrow.whole == math.inf
     assert not bisect.Strayed(2**-9, 2**-9).is_wrong(bisect.Strayed(0.0, 0.0)), "a rounding, where the variant is exact"
+    assert bisect.Strayed(0.004, 0.004).is_wrong(bisect.Strayed(4e-4, 4e-4)), "where less than a rounding is the rule"
     found[0, 1:4] = np.nan
     assert bisect.Strayed.measure(Tensor(found, "float32"), Tensor(golden, "float32"), valid).median == math.inf
 

@@ -23,7 +23,7 @@ STRAYS = 2.0
 STRAYS_IN_ALL = 4.0
 """Or if that of all tokens together is: some tokens' experts flip in any chain, and may have most of it."""
 ROUNDING = 2.0**-9
-"""Relative error of a rounding to bf16. No less is allowed: after embed the variant is the golden bit for bit."""
+"""Relative error of a rounding to bf16, which is allowed where the variant is the golden bit for bit, as after embed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Strayed:
 
     def is_wrong(self, allowed: Strayed) -> bool:
         """Whether it strays further than a right port that strays about as far as `allowed`."""
-        median, whole = max(allowed.median, ROUNDING), max(allowed.whole, ROUNDING)
+        median, whole = allowed.median or ROUNDING, allowed.whole or ROUNDING
         return self.median > STRAYS * median or self.whole > STRAYS_IN_ALL * whole
 
 
