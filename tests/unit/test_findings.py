@@ -50,12 +50,17 @@ CASES = {
         lambda port: port * (1 + 0.1 * (np.arange(HEADS * DIM) % DIM < DIM // 2)),
         "Only dims 0 to 7 of the 16 of each head are wrong.",
     ),
+    "some dims of each head": (
+        lambda port: port * (1 + 0.1 * np.isin(np.arange(HEADS * DIM) % DIM, [0, 1, 2, 8, 9, 10])),
+        "Only 6 dims between 0 and 10 of the 16 of each head are wrong.",
+    ),
     "even dims": (
         lambda port: port * (1 + 0.1 * (np.arange(HEADS * DIM) % 2 == 0)),
         "Only the even dims of each head are wrong.",
     ),
-    "long positions": (scale(np.s_[:, 16:]), "Positions before 16 are right; 16 of 58 tokens are wrong."),
+    "long positions": (scale(np.s_[:, 16:]), "Positions before 16 are right, and all from there on are wrong."),
     "one position": (scale(np.s_[:, 4]), "Only position 4 is wrong, in prompts 0, 1 and 2."),
+    "two prompts": (scale(np.s_[1:]), "Only prompts 1 and 2 are wrong."),
     "one prompt": (scale(np.s_[2]), "Only prompt 2 is wrong."),
     "first position right": (scale(np.s_[:, 1:]), "Only position 0 is right."),
     "one token": (scale(np.s_[0, 7]), "Only position 7 is wrong, in prompt 0."),

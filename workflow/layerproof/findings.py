@@ -133,6 +133,9 @@ def _tokens(errors: _Errors) -> list[str]:
         return [f"Only position {positions[0]} is wrong, in {_of('prompt', prompts)}."]
     first = positions.min()
     after = errors.position >= first
+    if first > 1 and len(wrong) == after.sum():
+        grown = _growth(errors) if first < errors.position.max() / 4 else []
+        return [f"Positions before {first} are right, and all from there on are wrong.", *grown]
     if first > 1 and 2 * len(wrong) > after.sum() and not after.all():
         return [f"Positions before {first} are right; {share} are wrong.", *_growth(errors)]
     # Position 0 is often right whatever the mistake: it sees no other token and is not turned.
@@ -142,7 +145,8 @@ def _tokens(errors: _Errors) -> list[str]:
         len(np.unique(prompts)) < len(np.unique(errors.prompt))
         and 2 * len(wrong) > np.isin(errors.prompt, prompts).sum()
     ):
-        return [f"Only {_of('prompt', np.unique(prompts))} is wrong."]
+        wrong_prompts = np.unique(prompts)
+        return [f"Only {_of('prompt', wrong_prompts)} {'is' if len(wrong_prompts) == 1 else 'are'} wrong."]
     if 2 * len(wrong) <= len(tokens):
         first_wrong = f"[{prompts[0]},{positions[0]}]"
         return [f"{share} are wrong, the first of them {first_wrong}; the others are right."]
@@ -196,7 +200,8 @@ def _within_head(wrong: np.ndarray, head_dim: int) -> list[str]:
         return [f"Only the {'odd' if wrong[0] % 2 else 'even'} dims of each head are wrong."]
     low, high = int(wrong.min()), int(wrong.max()) + 1
     if (high - low) < head_dim and 2 * len(wrong) > high - low:
-        return [f"Only dims {low} to {high - 1} of the {head_dim} of each head are wrong."]
+        dims = f"dims {low} to" if len(wrong) == high - low else f"{len(wrong)} dims between {low} and"
+        return [f"Only {dims} {high - 1} of the {head_dim} of each head are wrong."]
     return []
 
 
