@@ -13,7 +13,7 @@ sys.path[:0] = [str(HERE), *(str(HERE.parent / folder) for folder in ("workflow"
 
 from layerproof.files import write_json  # noqa: E402
 
-BENCHMARKS = ("memory", "scale", "overhead")
+BENCHMARKS = ("memory", "scale", "overhead", "comparer")
 
 
 def main() -> None:

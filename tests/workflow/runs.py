@@ -30,7 +30,7 @@ class Workflow:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / "Snakefile", directory)
-        shutil.copytree(REPOSITORY / "workflow", directory / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPOSITORY / "workflow", directory / "workflow", ignore=shutil.ignore_patterns("*.pyc"))
         shutil.copytree(REPOSITORY / "profiles", directory / "profiles")
         self.results = directory / "results"
         self.config = yaml.safe_load((REPOSITORY / "config.yaml").read_text())

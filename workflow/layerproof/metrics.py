@@ -7,6 +7,7 @@ one number per token. All results are JSON-ready: `None` stands where a number i
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from layerproof.kernel import Sums
     from layerproof.noise import Noise
 
 CHUNK_ELEMENTS = 1 << 19  # elements of one tensor held at a time; a single token may be longer
@@ -106,16 +108,12 @@ class Tensor:
 
     def floats(self, stored: np.ndarray) -> np.ndarray:
         """Stored values as fp64, of the same shape."""
-        if self.dtype == "bfloat16":
-            stored = (stored.astype(np.uint32) << 16).view(np.float32)
         with np.errstate(invalid="ignore"):  # a signalling NaN in the data is data
-            return stored.astype(np.float64)
+            return self.as_numpy(stored).astype(np.float64)
 
-    def ordered(self, stored: np.ndarray) -> np.ndarray:
-        """Stored floats as int64 in the order of their values, neighbours one apart; -0 and +0 are both 0."""
-        bits = stored.view(f"i{stored.itemsize}")
-        patterns = bits.astype(np.int64)
-        return np.where(patterns < 0, np.iinfo(bits.dtype).min - patterns, patterns)
+    def as_numpy(self, stored: np.ndarray) -> np.ndarray:
+        """Stored values in a dtype that numpy computes with, of the same shape."""
+        return (stored.astype(np.uint32) << 16).view(np.float32) if self.dtype == "bfloat16" else stored
 
 
 def bf16_ulp(values: np.ndarray) -> np.ndarray:
@@ -510,31 +508,20 @@ class _Moments:
         self.low = np.minimum(self.low, values.min(axis=1))
         self.high = np.maximum(self.high, values.max(axis=1))
 
-    def products(self) -> np.ndarray:
-        """Raw sums of products [series, series]."""
-        return self.centred + self.count * np.outer(self.mean, self.mean)
 
-
+@dataclass(frozen=True)
 class _Spread:
     """Largest, mean and quantiles of non-negative numbers; quantiles from counts over the top bits of fp32 patterns."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.zeros = 0
-        self.total = 0.0
-        self.largest = 0.0
-        self.bins = np.zeros(PATTERN_BINS, np.int64)
+    count: int
+    zeros: int
+    total: float
+    largest: float
+    bins: np.ndarray
 
-    def add(self, values: np.ndarray) -> None:
-        """Values are fp64 [elements], all finite."""
-        if not values.size:
-            return
-        self.count += values.size
-        self.zeros += values.size - int(np.count_nonzero(values))
-        self.total += float(values.sum())
-        self.largest = max(self.largest, float(values.max()))
-        patterns = np.minimum(values, FLOAT32_MAX).astype(np.float32).view(np.uint32) >> PATTERN_SHIFT
-        self.bins += np.bincount(patterns, minlength=PATTERN_BINS)
+    @classmethod
+    def of(cls, sums: Sums, name: str) -> _Spread:
+        return cls(int(sums.counts.sum()), *sums.spread(name))
 
     def summary(self) -> dict[str, float | None]:
         if not self.count:
@@ -653,18 +640,9 @@ class _FloatComparison:
         self.experts = experts
         self.shape = golden.shape
         self.features = math.prod(golden.shape[2:])
-        self.counts = np.zeros(self.features, np.int64)
-        self.channels = np.zeros((4, self.features))  # sums of error_squares over the tokens
-        self.token_counts = np.zeros(valid.size, np.int64)
-        self.tokens = np.zeros((4, valid.size))  # sums of error_squares over the features
-        self.in_noise = np.zeros(valid.size), np.zeros(self.features)  # sums of the port's in units of the noise
-        self.moments = _Moments(2)  # of port and golden
-        self.truth_squares = 0.0
-        self.difference_squares = 0.0
-        self.close = 0
-        self.abs, self.rel, self.ulp = _Spread(), _Spread(), _Spread()
-        self.errors = {"port": _Spread(), "golden": _Spread()}
-        self.worst: dict[str, Any] | None = None
+        from layerproof.kernel import Sums  # takes a second, and most processes compare nothing
+
+        self.sums = Sums.zero(valid.size, self.features)
         self.nonfinite = _Nonfinite(golden.shape)
         self.padding = _Padding()
 
@@ -672,99 +650,60 @@ class _FloatComparison:
         valid = self.valid[batch, seq].reshape(-1)
         tokens = token_numbers(batch, seq, self.valid.shape[1])
         stored = {name: tensor.read(batch, seq) for name, tensor in self.tensors.items()}
-        values = {name: self.tensors[name].floats(of) for name, of in stored.items()}
-        finite = {name: is_finite(of) for name, of in values.items()}
-        keep = finite["port"] & finite["golden"] & finite["truth"]
         if not valid.all():
-            padding = keep & ~valid[:, None]
-            self.padding.add(*(of[padding] for of in values.values()))
-            tokens, keep = tokens[valid], keep[valid]
-            stored, values, finite = ({name: of[valid] for name, of in d.items()} for d in (stored, values, finite))
-        self.nonfinite.add(tokens, values, finite)
-        keep &= ~self.left_out[tokens, None]
-        for of in values.values():
-            of[~keep] = 0.0  # no error, and no rounding step
-        self._add_groups(tokens, keep, values)
-        self._add_elements(tokens, keep, values)
-        if self._same_dtype():
-            port, golden = (self.tensors[name].ordered(stored[name][keep]) for name in ("port", "golden"))
-            # unsigned, since two fp64 can be more than 2^63 steps apart
-            steps = np.maximum(port, golden).astype(np.uint64) - np.minimum(port, golden).astype(np.uint64)
-            self.ulp.add(steps.astype(np.float64))
-
-    def _add_groups(self, tokens: np.ndarray, keep: np.ndarray, values: dict[str, np.ndarray]) -> None:
-        squares = error_squares(**values)
-        self.counts += keep.sum(axis=0)
-        self.channels += squares.sum(axis=1)
-        self.token_counts[tokens] = keep.sum(axis=1)
-        self.tokens[:, tokens] = squares.sum(axis=2)
-        if self.noise is not None:
-            units = self.noise.units(squares[0], squares[3], tokens)
-            by_token, by_channel = self.in_noise
-            by_token[tokens] = units.sum(axis=1)
-            by_channel += units.sum(axis=0)
-
-    def _add_elements(self, tokens: np.ndarray, keep: np.ndarray, values: dict[str, np.ndarray]) -> None:
-        port, golden, truth = (values[name][keep] for name in ("port", "golden", "truth"))
-        if not port.size:
-            return
-        self.moments.add(np.stack((port, golden)))
-        self.truth_squares += float(np.square(truth).sum())
-        difference, magnitude = np.abs(port - golden), np.abs(golden)
-        self.difference_squares += float(np.square(difference).sum())
-        self.close += int(np.count_nonzero(difference <= CLOSE_ABSOLUTE + CLOSE_RELATIVE * magnitude))
-        self.abs.add(difference)
-        # Where the golden is zero any other value is wholly wrong: divided by itself, it counts 1.
-        reference = np.where(magnitude > 0, magnitude, np.abs(port))
-        with np.errstate(over="ignore"):
-            relative = np.divide(difference, reference, out=np.zeros_like(difference), where=reference > 0)
-        self.rel.add(np.minimum(relative, FLOAT32_MAX))
-        self.errors["golden"].add(np.abs(golden - truth))
-        error = np.abs(port - truth)
-        worst = int(np.argmax(error))
-        if self.worst is None or error[worst] > self.errors["port"].largest:
-            position = int(np.flatnonzero(keep)[worst])
-            self.worst = {
-                "index": _element(self.shape, tokens, self.features, position),
-                "port": float(port[worst]),
-                "golden": float(golden[worst]),
-                "truth": float(truth[worst]),
-            }
-        self.errors["port"].add(error)
+            padding = {name: self.tensors[name].floats(of[~valid]) for name, of in stored.items()}
+            keep = np.logical_and.reduce([is_finite(of) for of in padding.values()])
+            self.padding.add(*(of[keep] for of in padding.values()))
+            tokens, stored = tokens[valid], {name: of[valid] for name, of in stored.items()}
+        noise = self.noise
+        patterns = [stored[name].view(f"i{stored[name].itemsize}") for name in ("port", "golden")]
+        all_finite = self.sums.add(
+            tokens,
+            ~self.left_out[tokens],
+            [self.tensors[name].as_numpy(of) for name, of in stored.items()],
+            patterns if self._same_dtype() else None,
+            None if noise is None else (noise.token.reshape(-1), noise.channel, noise.rounding),
+        )
+        if not all_finite:
+            values = {name: self.tensors[name].floats(of) for name, of in stored.items()}
+            self.nonfinite.add(tokens, values, {name: is_finite(of) for name, of in values.items()})
 
     def _same_dtype(self) -> bool:
         return self.tensors["port"].dtype == self.tensors["golden"].dtype
 
     def result(self) -> dict[str, Any]:
+        spread = functools.partial(_Spread.of, self.sums)
+        errors = {name: spread(name) for name in ("port", "golden")}
+        count = int(self.sums.counts.sum())
         result = {
             "kind": "float",
             "dtype": {name: tensor.dtype for name, tensor in self.tensors.items()},
-            "count": int(self.counts.sum()),
+            "count": count,
             **self._ratio(),
-            "abs": self.abs.summary(),
-            "rel": self.rel.summary(),
-            "close": _divide(self.close, self.moments.count),
+            "abs": spread("abs").summary(),
+            "rel": spread("rel").summary(),
+            "close": _divide(self.sums.totals[2], count),
             **self._agreement(),
-            "ulp": self.ulp.summary() if self._same_dtype() else None,
-            "worst_element": self.worst,
+            "ulp": spread("ulp").summary() if self._same_dtype() else None,
+            "worst_element": self._worst_element(),
             **self._groups(),
             "nonfinite": {**self.nonfinite.tensors, **self.nonfinite.disagreements},
             "histogram": {
                 "log10_edges": LOG10_EDGES.tolist(),
-                **{name: spread.decades() for name, spread in self.errors.items()},
-                "exact": {name: spread.zeros for name, spread in self.errors.items()},
+                **{name: spread.decades() for name, spread in errors.items()},
+                "exact": {name: spread.zeros for name, spread in errors.items()},
             },
             "qq": {
                 "probability": list(PROBABILITIES),
-                **{name: spread.quantiles() for name, spread in self.errors.items()},
+                **{name: spread.quantiles() for name, spread in errors.items()},
             },
             "padding": None if self.valid.all() else self.padding.result(),
         }
         return {**result, "fixed": _fixed(result)}
 
     def _ratio(self) -> dict[str, float | None]:
-        count = self.counts.sum()
-        squares = self.channels.sum(axis=1)
+        count = self.sums.counts.sum()
+        squares = self.sums.channels.sum(axis=1)
         if not count:
             return {"R": None, "R_port_rms": None, "R_golden_rms": None, "floor": None}
         port, golden, *_ = np.sqrt(squares / count)
@@ -777,10 +716,13 @@ class _FloatComparison:
         }
 
     def _agreement(self) -> dict[str, float | None]:
-        products, centred = self.moments.products(), self.moments.centred
-        norm, difference = math.sqrt(products[1, 1]), math.sqrt(self.difference_squares)
+        count, port_mean, golden_mean, *moments = self.sums.moments.tolist()
+        means, centred = np.array([port_mean, golden_mean]), np.array([moments[:2], moments[1:]])
+        products = centred + count * np.outer(means, means)
+        truth_squares, difference_squares, _ = self.sums.totals.tolist()
+        norm, difference = math.sqrt(products[1, 1]), math.sqrt(difference_squares)
         # Rounding of the mean gives a constant a tiny spread, so the range decides what is constant.
-        varies = (self.moments.low < self.moments.high) & (np.diag(centred) > 0)
+        varies = (self.sums.ranges[:, 0] < self.sums.ranges[:, 1]) & (np.diag(centred) > 0)
         scale = float(centred[0, 1] / centred[1, 1]) if varies[1] else None
         return {
             "cosine": _correlation(products),
@@ -788,26 +730,34 @@ class _FloatComparison:
             "rel_l2": _divide(difference, norm),
             "snr_db": 20 * math.log10(norm / difference) if difference and norm else None,
             "scale": scale,
-            "offset": None if scale is None else float(self.moments.mean[0] - scale * self.moments.mean[1]),
-            "golden_rel_l2": _divide(math.sqrt(self.channels[1].sum()), math.sqrt(self.truth_squares)),
+            "offset": None if scale is None else port_mean - scale * golden_mean,
+            "golden_rel_l2": _divide(math.sqrt(self.sums.channels[1].sum()), math.sqrt(truth_squares)),
         }
+
+    def _worst_element(self) -> dict[str, Any] | None:
+        error, token, channel, *values = self.sums.worst.tolist()
+        if error < 0:
+            return None
+        index = np.unravel_index(int(token) * self.features + int(channel), self.shape)
+        return {"index": [int(i) for i in index], **dict(zip(self.tensors, values, strict=True))}
 
     def _groups(self) -> dict[str, Any]:
         """R by token, channel block, head and expert."""
         if self.noise is None:
-            tokens, channels, ratio_of = self.tokens, self.channels, noise_ratio
+            tokens, channels, ratio_of = self.sums.tokens, self.sums.channels, noise_ratio
         else:
-            tokens, channels = (sums[None] for sums in self.in_noise)
+            tokens, channels = self.sums.unit_tokens[None], self.sums.unit_channels[None]
             ratio_of = unit_ratio
-        groups = groups_of(channels, self.counts, self.shape)
+        counts, token_counts = self.sums.counts, self.sums.token_counts
+        groups = groups_of(channels, counts, self.shape)
         if self.experts is not None:
-            groups["expert"] = by_expert(tokens, self.token_counts, self.experts)
+            groups["expert"] = by_expert(tokens, token_counts, self.experts)
         ratios = {kind: ratio_of(*group) for kind, group in groups.items()}
-        ratios["token"] = ratio_of(tokens, self.token_counts).reshape(self.valid.shape)
-        weighted = self.noise is not None and self.counts.any()
+        ratios["token"] = ratio_of(tokens, token_counts).reshape(self.valid.shape)
+        weighted = self.noise is not None and counts.any()
         result: dict[str, Any] = {
             "band": None if self.noise is None else dict(self.noise.band),
-            "weighted_R": math.sqrt(tokens.sum() / self.counts.sum()) if weighted else None,
+            "weighted_R": math.sqrt(tokens.sum() / counts.sum()) if weighted else None,
         }
         for kind in GROUPS:
             ratio = ratios.get(kind)

@@ -1,0 +1,39 @@
+"""The compiled sums of a comparison; what they are is held in test_metrics.py against plain computations."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+from layerproof import kernel
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+READ_ONLY = """
+import os, sys
+os.access = lambda *arguments: False
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from layerproof import kernel, metrics
+tap = metrics.Tensor(np.ones((1, 2, 3), np.float32), "float32")
+metrics.compare(tap, tap, tap, np.ones((1, 2), bool))
+print(sum(kernel._add.stats.cache_hits.values()), sum(kernel._add.stats.cache_misses.values()))
+"""
+
+
+def test_compiled_code_depends_on_no_other_module():
+    """numba compiles it anew when its own file is edited, and at no other time."""
+    tree = ast.parse(Path(kernel.__file__).read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and "layerproof" in node.module]
+    imported = {alias.asname or alias.name for node in imports for alias in node.names}
+    compiled = [value.py_func for value in vars(kernel).values() if hasattr(value, "py_func")]
+    assert imported and len(compiled) > 3
+    assert not imported & {name for function in compiled for name in function.__code__.co_names}
+
+
+def test_where_the_library_is_read_only_compiled_code_is_kept_with_the_results(tmp_path):
+    """As in a container."""
+    command = [sys.executable, "-c", READ_ONLY, str(REPOSITORY / "workflow")]
+    found = [subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert found == ["0 1\n", "1 0\n"]
+    assert list((tmp_path / ".layerproof/numba").rglob("kernel._add*"))
