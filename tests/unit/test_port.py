@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from layerproof import checkpoint, compare, loading, metrics, port, tensors
 from layerproof.errors import StageError
@@ -50,6 +51,27 @@ def test_unmodified_transformers_stages_pass_on_xla(model_type, tmp_path):
     for stage in stages:
         failed = failures(tmp_path / "golden", tmp_path / "port", stage)
         assert failed == {}, stage
+
+
+def test_a_port_finds_torch_as_its_import_left_it(tmp_path):
+    """Whatever an earlier stage of the same process did."""
+    source = tmp_path / "with_default.py"
+    source.write_text(Path(SETTINGS["module"]).read_text() + "\ntorch.set_default_dtype(torch.bfloat16)\n")
+    before = torch.get_default_dtype()
+    try:
+        found = []
+        for left in (torch.float32, torch.float64):
+            torch.set_default_dtype(left)
+            torch.rand(7)
+            runner = port.Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)})
+            found.append((runner.module, torch.get_default_dtype(), torch.rand(1)))
+        assert found[0] == found[1] and found[0][1] == torch.bfloat16
+        source.write_text(source.read_text() + "EDITED = True\n")
+        assert port.Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)}).module.EDITED
+        port.Runner.start(tmp_path, TOKENS, SETTINGS)
+        assert torch.get_default_dtype() == torch.float32
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_shipped_port_passes_and_compiles_once_a_kind(tmp_path, monkeypatch):

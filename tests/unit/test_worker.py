@@ -12,13 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from layerproof import client
 from layerproof.records import Record
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# The verbs of these tests, in place of the library's. A job `golden` may run a few tasks apart, as the library's does.
+# The verbs of these tests, in place of the library's. `golden` and `port` may run a few tasks apart, as the library's do.
 VERBS = """
-    import functools, os, secrets, signal, sys, time
+    import argparse, functools, os, secrets, signal, sys, time
     from pathlib import Path
     from layerproof import jobs
     from layerproof.errors import StageError
@@ -32,12 +33,16 @@ VERBS = """
 
     def run(argv, apart=jobs.run_apart):
         verb, *rest = argv
-        if verb == "golden" and rest:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("rest", nargs="*")
+        parser.add_argument("--weights", nargs="*")
+        rest = parser.parse_args(rest).rest
+        if verb in ("golden", "port") and rest:
             apart([task(name) for name in rest], leave_error)
             return 0
         if verb == "error":
             return 1
-        if verb == "wait":
+        if verb == "wait" or rest == ["wait"]:
             print(LIFE, os.getpid(), flush=True)
             time.sleep(60)
         if verb == "die":
@@ -63,13 +68,22 @@ VERBS = """
         return job, functools.partial(work, name, output)
 
     def work(name, output):
+        if name == "waits":
+            print("waiting", flush=True)
+            time.sleep(60)
         if name == "aborts":
             os.abort()
         if name == "fails":
             raise RuntimeError("no kernel")
         if name == "lacks":
             raise StageError("no such tensor")
+        if name.startswith("uses"):
+            table()
         write_text(output, f"made by {LIFE}")
+
+    @functools.cache
+    def table():
+        return 1
 
     def leave_error(job, error):
         write_text(job.outputs[0], f"{type(error).__name__}: {error}")
@@ -148,9 +162,58 @@ def test_jobs_of_a_side_share_a_process_and_those_of_others_do_not(shared):
     assert {shared.life("golden", CUDA_VISIBLE_DEVICES="1")} != golden
 
 
-@pytest.mark.parametrize("verb", ["port", "force", "bisect", "diagnose"])
-def test_jobs_that_run_a_users_code_share_with_none(shared, verb):
-    assert shared.life(verb) != shared.life(verb)
+def test_jobs_that_look_for_known_mistakes_share_with_none(shared):
+    assert shared.life("diagnose") != shared.life("diagnose")
+
+
+@pytest.fixture
+def weights(shared):
+    """Arguments of jobs of stages, by name."""
+
+    def write(name, *tensors):
+        file = shared.directory / f"{name}.json"
+        entries = {tensor: {"parameter": tensor, "dtype": "BF16", "shape": shape} for tensor, shape in tensors}
+        file.write_text(json.dumps({"stage": name, "tensors": entries}))
+        return str(file)
+
+    def of_layer(number, hidden=64):
+        return (f"layers.{number}.q.weight", [64, hidden]), (f"layers.{number}.experts.{number}.up.weight", [96, 64])
+
+    layers = of_layer(3), of_layer(4), of_layer(5, hidden=32)
+    files = {"third": layers[0], "fourth": layers[1], "wide": layers[2], "norm": [("norm.weight", [64])]}
+    return {name: ("--weights", write(name, *tensors), "--device", "CPU") for name, tensors in files.items()}
+
+
+def test_ports_share_a_process_by_the_kind_of_their_stage(shared, weights):
+    lives = [shared.life(verb, *weights[name][:2]) for verb in ("port", "force") for name in ("third", "fourth")]
+    assert len(set(lives)) == 1
+    assert client._kind(["port", *weights["third"]]) == client._kind(["port", *weights["fourth"]])
+    kinds = {client._kind(["port", *weights[name]]) for name in ("third", "wide", "norm")}
+    assert len(kinds) == 3 and {len(kind) for kind in kinds} == {client.DIGITS}
+    assert shared.life("port", *weights["norm"][:2]) != lives[0]
+
+
+def test_an_idle_port_is_ended_before_one_of_another_kind_begins(shared, weights):
+    """It may hold the device."""
+    waiting = shared.start("force", "wait", *weights["norm"][:2])
+    waiting.stdout.readline()
+    shared.life("port", *weights["third"][:2])
+    _, busy, idle = shared.processes()
+    shared.life("port", *weights["wide"][:2])
+    _, alive = psutil.wait_procs([idle], timeout=10)
+    assert not alive and busy.is_running() and len(shared.processes()) == 3
+    waiting.kill()
+
+
+def test_what_a_port_left_in_memory_counts_for_the_jobs_after_it(shared, weights):
+    """A table that the first one made, say; but not for those before it, nor for those of another side."""
+
+    def ran_table(verb, name):
+        assert shared.run(verb, name, *weights["third"][:2])[0] == 0
+        return any("::table" in entry for entry in Record.read(shared.directory / f"{name}.json").code)
+
+    assert [ran_table("port", name) for name in ("first", "uses", "second")] == [False, True, True]
+    assert [ran_table("golden", name) for name in ("uses too", "third")] == [True, False]
 
 
 def test_a_process_that_cannot_start_takes_no_other_job_with_it(shared):
@@ -257,6 +320,16 @@ def test_a_killed_server_ends_its_jobs_and_is_replaced(shared):
     assert client.returncode == 1 and "killed by SIGKILL" in errors
     _, alive = psutil.wait_procs([runner], timeout=10)
     assert not alive and shared.life("compare")
+
+
+def test_a_stage_whose_snakemake_is_gone_leaves_no_error(shared):
+    waiting = shared.start("golden", "waits")
+    while "waiting" not in waiting.stdout.readline():
+        pass
+    shared.owner.kill()
+    shared.owner.wait()
+    waiting.communicate(timeout=60)
+    assert waiting.returncode == 1 and not (shared.directory / "waits.out").exists()
 
 
 def test_a_record_states_the_peak_of_its_own_job(shared):

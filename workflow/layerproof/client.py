@@ -8,20 +8,28 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
+import re
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 GOLDEN = ("weights", "tokens", "predict", "golden")
 """Verbs that share a process because they have use for transformers; the others share one that does not import it."""
-ALONE = ("port", "force", "bisect", "diagnose")
-"""Verbs that run a user's code, or entries that are registered as their module is imported, each in a process of its own:
-what such code does or keeps the first time, the job after it in the same process would neither do nor record.
+PORT = ("port", "force", "bisect")
+"""Verbs that run a port. Those of one kind of stage share a process, and what they ran counts for each of them: a port may
+keep something in its first job that the next one uses, such as a compiled graph or a table. No process of another kind is
+kept meanwhile, since it may hold the device.
 """
+ALONE = ("diagnose",)
+"""Verbs with a process of their own, as entries of the dictionary of faults are registered when its module is imported."""
+DIGITS = 12
+"""Of the digests that name environments and kinds."""
 
 
 def submit(folder: Path, argv: Sequence[str]) -> int:
@@ -30,8 +38,8 @@ def submit(folder: Path, argv: Sequence[str]) -> int:
     `folder` is where the servers' sockets are; its name ends with the number of the process with which the servers end. Of
     a job whose process dies the error is left as `jobs.run_apart` leaves it, or told.
     """
-    side = "golden" if argv[:1] and argv[0] in GOLDEN else "other"
-    environment = hashlib.sha256(json.dumps(sorted(os.environ.items())).encode()).hexdigest()[:12]
+    side = "golden" if argv[0] in GOLDEN else "port" if argv[0] in PORT else "other"
+    environment = _digest(sorted(os.environ.items()))
     apart, finished, died = False, 0, -signal.SIGKILL  # of the server, if it says nothing
     try:
         connected = _connected(folder / f"{side}-{environment}")
@@ -41,7 +49,8 @@ def submit(folder: Path, argv: Sequence[str]) -> int:
 
         return cli.run(argv)
     with connected as server, contextlib.suppress(ConnectionError):
-        socket.send_fds(server, [b"\n"], [sys.stdout.fileno(), sys.stderr.fileno()])
+        kind = _kind(argv) if side == "port" else _digest(None)
+        socket.send_fds(server, [kind.encode()], [sys.stdout.fileno(), sys.stderr.fileno()])
         server.sendall(json.dumps({"argv": list(argv), "directory": os.getcwd()}).encode() + b"\n")
         for line in server.makefile():
             word, _, number = line.strip().partition(" ")
@@ -56,6 +65,21 @@ def submit(folder: Path, argv: Sequence[str]) -> int:
         return cli.run(argv, lambda tasks, leave_error: jobs.blame(tasks, leave_error, finished, died))
     print(f"error: {jobs.how_it_ended(died)} Run it again.", file=sys.stderr)
     return 1
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:DIGITS]
+
+
+def _kind(argv: Sequence[str]) -> str:
+    """Stages of one kind have weights of the same names, but for numbers, dtypes and shapes."""
+    files = argv[argv.index("--weights") + 1 :] if "--weights" in argv else ()
+    weights = set()
+    for file in itertools.takewhile(lambda argument: not argument.startswith("--"), files):
+        with contextlib.suppress(OSError, ValueError):  # the job says what is wrong
+            for name, tensor in json.loads(Path(file).read_text()).get("tensors", {}).items():
+                weights.add((re.sub(r"\d+", "", name), tensor["dtype"], *tensor["shape"]))
+    return _digest(sorted(weights, key=str))
 
 
 def _connected(address: Path) -> socket.socket:

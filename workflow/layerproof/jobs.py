@@ -85,7 +85,7 @@ def run(
     started, clock = datetime.now(UTC), time.perf_counter()
     facts: Mapping[str, Any] | None = None
     error = None
-    seen: fingerprint.Seen = {}
+    seen = dict(_kept)
     directory = os.getcwd()
     _forget_peak_memory()
     with fingerprint.recording(seen):
@@ -98,6 +98,7 @@ def run(
                 traceback.print_exc()
             error = _as_stage_error(exception)
     os.chdir(directory)  # where a port may have left it
+    _ran.update(seen)
     if error is not None and on_error is not None:
         print(f"error: {error}", file=sys.stderr)
         on_error(error)
@@ -122,6 +123,15 @@ def run(
             **(facts or {}),
         },
     ).write(job.record)
+
+
+_ran: fingerprint.Seen = {}
+_kept: fingerprint.Seen = {}
+
+
+def keep_what_ran() -> None:
+    """What the jobs of this process ran so far counts for those to come too: they may use what it left in memory."""
+    _kept.update(_ran)
 
 
 LeaveError = Callable[[Job, StageError], None]

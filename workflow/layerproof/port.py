@@ -19,6 +19,7 @@ Weights are inputs of the traced graph, so all stages of one kind share one comp
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -71,13 +72,17 @@ class Runner:
 
     @classmethod
     def start(cls, directory: Path, tokens: Tokens, settings: Mapping[str, Any]) -> Runner:
-        """Initialises the device, then imports the port. `settings` are the config's `port` with `trust_remote_code`.
+        """Initialises the device, then imports the port, if that was not done, and has torch as it was after that.
+
+        `settings` are the config's `port` with `trust_remote_code`.
 
         Raises:
             StageError: if the port cannot be imported.
         """
         environment = distributed.initialise("xla", settings["device"])
-        module = load_module(settings["module"]) if settings["backend"] == "xla" else None
+        module, default_dtype = _loaded(settings["module"]) if settings["backend"] == "xla" else (None, torch.float32)
+        torch.set_default_dtype(default_dtype)
+        torch.manual_seed(0)  # weights that a port does not load are the same whatever ran before
         return cls(directory, tokens, settings, environment, module)
 
 
@@ -115,6 +120,18 @@ def load_module(name: str) -> ModuleType:
     if unknown:
         raise StageError(f'{name}: TAPS: "{unknown[0]}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
     return module
+
+
+def _loaded(name: str) -> tuple[ModuleType, torch.dtype]:
+    """A port, imported by the first stage of a process that needs it as it is, and the default dtype that this left."""
+    path = Path(name)
+    return _load_version(name, path.stat().st_mtime_ns if name.endswith(".py") and path.exists() else None)
+
+
+@functools.cache
+def _load_version(name: str, mtime_ns: int | None) -> tuple[ModuleType, torch.dtype]:
+    torch.set_default_dtype(torch.float32)
+    return load_module(name), torch.get_default_dtype()
 
 
 def make_stage(

@@ -1,9 +1,9 @@
 """Lets the jobs of one call of snakemake share processes, so that imports are had once.
 
-Under snakemake `python -m layerproof VERB` is a client, but for verbs that run a user's code. It hands its command line,
-directory and output to a server, which the first job starts, and waits; the server hands them to a runner, one that is idle
-or a new one, and a runner takes the next job when it has done this one. There is a server for each kind of environment: for
-what has use for transformers, and for the rest.
+Under snakemake `python -m layerproof VERB` is a client. It hands its command line, directory and output to a server, which
+the first job starts, and waits; the server hands them to a runner, one that is idle or a new one, and a runner takes the
+next job when it has done this one. There is a server for each kind of environment: for ports, for what else has use for
+transformers, and for the rest.
 
 Where it matters a job is as alone as in a process of its own: a runner that dies takes only its own job with it, and the
 client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
+from layerproof.client import DIGITS, PORT
+
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 FILES = 3
 """A client's connection, standard output and standard error."""
+PATIENCE = 5
+"""Seconds that a client may take between connecting and handing over its job."""
 
 
 def start_server(address: Path) -> None:
@@ -68,10 +72,11 @@ def _start(inherited: socket.socket, *arguments: str, output: IO[bytes] | None =
 
 @dataclass
 class _Runner:
-    """A process that runs jobs, the socket to it, and the client whose job it runs."""
+    """A process that runs jobs of one kind, the socket to it, and the client whose job it runs."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket
+    kind: bytes
     client: socket.socket | None = None
 
 
@@ -104,6 +109,8 @@ def serve(listening: socket.socket, owner: int) -> None:
                 _accept(listening, runners)
     finally:
         for runner in runners:
+            if runner.client is not None:  # its job did not fail: nobody waits for it any more
+                _tell(runner.client, b"exit 1")
             _end(runner)
 
 
@@ -115,14 +122,24 @@ def _clear(address: Path) -> None:
 
 
 def _accept(listening: socket.socket, runners: list[_Runner]) -> None:
-    """Hands one client's job to a runner."""
+    """Hands one client's job to a runner of its kind; idle ones of another kind are ended before a new one is started."""
     client, _ = listening.accept()
-    _, outputs, *_ = socket.recv_fds(client, 1, 2)
-    runner = next((runner for runner in runners if runner.client is None), None)
+    client.settimeout(PATIENCE)
+    try:
+        kind, outputs, *_ = socket.recv_fds(client, DIGITS, 2)
+    except OSError:  # it was stopped just now, and others wait
+        client.close()
+        return
+    client.settimeout(None)
+    idle = [runner for runner in runners if runner.client is None]
+    runner = next((runner for runner in idle if runner.kind == kind), None)
     if runner is None:
+        for other in idle:
+            runners.remove(other)
+            _end(other)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            runner = _Runner(_start(theirs, "run", str(os.getpid())), ours)
+            runner = _Runner(_start(theirs, "run", str(os.getpid())), ours, kind)
         runners.append(runner)
     runner.client = client
     with contextlib.suppress(ConnectionError):  # died while it was idle: its end is seen next
@@ -195,6 +212,8 @@ def run_jobs(control: socket.socket, server: int) -> None:
         os.chdir(request["directory"])
         with _printing_to(files[1:]):
             code = _exit_code(functools.partial(cli.run, request["argv"], apart))
+        if request["argv"][0] in PORT:
+            jobs.keep_what_ran()
         loaded = fingerprint.sources() | loaded
         failed |= code != 0 or any(written >= started for written in loaded.values())  # maybe after it was loaded
         gc.collect()  # a model that refers to itself would stay beside the next one
@@ -227,6 +246,8 @@ def _exit_code(run: Callable[[], int]) -> int:
     try:
         return run()
     except SystemExit as error:
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception:
         traceback.print_exc()
