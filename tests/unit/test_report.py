@@ -46,7 +46,7 @@ def test_a_pass_names_its_scope_and_how_close_it_came():
     assert re.match(r"[\w.]+ of \w+ comes nearest to its limit, with \d[\d.]* % of the error that is allowed", margin)
     assert "chain all" in end_to_end and "100 %" in end_to_end
     covered = report.what_was_compared(comparisons, chains, reports.CONFIG)["Covered"]
-    assert covered == "4 kinds of stage × 2 prefill lengths × 5 taps, where a stage has them"
+    assert covered == "4 kinds of stage × 2 prefill lengths (4, 6 tokens) × 5 taps, where a stage has them"
 
 
 def test_the_margin_of_a_pass_is_that_of_its_worst_group_too():
@@ -59,6 +59,11 @@ def test_the_margin_of_a_pass_is_that_of_its_worst_group_too():
         f"mlp.out of {stage} comes nearest to its limit, with 95 % of the error that is allowed at token [0,3]. More than "
         "1.5 times what legitimate variants of the golden reach at a tap would have failed, and more than 2 times"
     )
+
+
+def test_one_stage_that_passes_is_named():
+    headline, *_ = sentences([reports.compared("layer_000")])
+    assert headline.startswith("The port passes: layer_000 alone and 5 taps agree with the golden (largest R ")
 
 
 def test_a_pass_does_not_claim_taps_that_it_never_saw():
@@ -269,9 +274,18 @@ def test_what_was_not_compared_is_listed_with_its_reason():
         "mlp.gate of layer_000 not compared: the port hands no tensor over for this tap.",
         "layer_001 not compared: ValueError at port.py:7: no weights.",
         "Chain all ends at layer_001: the port ran out of memory.",
-        "Chains are reported, but their R and gain do not decide the verdict.",
+        "all (5 stages); their R and gain do not decide",
+        "Positions from 6 on: no prompt is longer.",
     ):
         assert sentence in text
+
+
+def test_experts_that_no_token_went_to_are_told():
+    stages = [reports.compared(f"layer_00{layer}") for layer in range(3)]
+    for stage, ratios in zip(stages, ([1.0, None, 0.9, None], [1.0, None, 1.0, 1.0], [1.0] * 4), strict=True):
+        stage["taps"]["mlp.out"]["expert_R"] = ratios
+    assert "In layer_000 to layer_001 1 to 2 of the 4 experts got no token." in words(render(stages))
+    assert "experts got no token" not in words(render(stages[2:]))
 
 
 def test_a_tap_that_only_the_port_has_is_listed():

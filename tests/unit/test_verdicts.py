@@ -211,7 +211,7 @@ def test_gate(tmp_path, status, code):
     outcome = run_gate(path)
     assert outcome.returncode == code and not outcome.stderr
     line = f"{path}: {'error' if code == 2 else status}"
-    assert outcome.stdout == line + (", first culprit layer_003 out\n" if status == "fail" else "\n")
+    assert outcome.stdout == line + (", first culprit layer_003 out" if status == "fail" else "") + " (layer_003)\n"
 
 
 BAD = {

@@ -88,9 +88,9 @@ def findings(
     errors = _Errors(units(np.square(mine - exact), exact), batch, position, last, GROUP_LIMIT * limit)
     sentences = [
         *(_scale(mine, exact, units, limit) if errors.units.mean() > limit**2 else []),
+        *(_experts(errors, experts[compared]) if experts is not None else []),
         *_tokens(errors),
         *_features(errors.where_wrong(), head_dim),
-        *(_experts(errors, experts[compared]) if experts is not None else []),
     ]
     return sentences[:MOST]
 

@@ -27,6 +27,8 @@ Comparison = Mapping[str, Any]
 NOT_COMPARED = ("error", "missing")
 EXACT = 0.01
 """Below this R a cause is said to explain a tap exactly: the port's error is next to nothing beside a rounding."""
+FEW_LENGTHS = 8
+"""Up to as many prefill lengths are named."""
 SHOWN = 3
 """Reasons why stages could not run that the verdict gives."""
 FIXED = {
@@ -135,8 +137,9 @@ def verdict_sentences(
         ]
     missing = sum(tap["status"] == "missing" for _, _, tap in _taps(comparisons))
     stage, name, R = _largest_R(comparisons)
+    every = f"all {len(comparisons)} stages" if len(comparisons) > 1 else f"{stage} alone"
     scope = (
-        f"all {_count(len(comparisons), 'stage')} and {_count(agreeing, 'tap')} agree with the golden"
+        f"{every} and {_count(agreeing, 'tap')} agree with the golden"
         if not missing
         else f"{_count(len(comparisons), 'stage')} and {_count(agreeing, 'tap')} agree with the golden, "
         f"{_count(missing, 'tap')} could not be looked at"
@@ -375,7 +378,7 @@ def what_was_compared(
         "Taps": f"{sum(counts.values())}: "
         + ", ".join(f"{count} {status}" for status, count in counts.items() if count),
         "Chains": ", ".join(f"{chain['chain']} ({_count(len(chain['stages']), 'stage')})" for chain in chains)
-        or "none",
+        + ("; their R and gain do not decide" if chains else "none"),
         "Inputs": _inputs_text(_prompt_lengths(comparisons), config["inputs"]),
         "Golden": f"{golden['dtype']} on {_devices(comparisons, 'golden')}; truth in float32",
         "Port": f"{port['module'] if port['backend'] != 'transformers' else 'transformers'}, {port['dtype']} on "
@@ -389,7 +392,8 @@ def what_was_compared(
     lengths, names = set(_prompt_lengths(comparisons)), {name for _, name, _ in _taps(comparisons)}
     if kinds and lengths:
         covered = (_count(len(kinds), "kind"), _count(len(lengths), "prefill length"), _count(len(names), "tap"))
-        compared["Covered"] = f"{covered[0]} of stage × {covered[1]} × {covered[2]}, where a stage has them"
+        which = f" ({', '.join(map(str, sorted(lengths)))} tokens)" if len(lengths) <= FEW_LENGTHS else ""
+        compared["Covered"] = f"{covered[0]} of stage × {covered[1]}{which} × {covered[2]}, where a stage has them"
     graphs = [port["compilations"] for port in _sides(comparisons, "port") if "compilations" in port]
     if kinds and graphs:
         compared["Compilation"] = f"{_count(sum(graphs), 'graph')} compiled for {_count(len(kinds), 'kind')} of stage"
@@ -450,10 +454,27 @@ def what_was_not_compared(
         for stage, entry in chain["stages"].items():
             if entry["status"] == "error":
                 sentences.append(f"Chain {chain['chain']} ends at {stage}: {_stopped(entry['reason'])}")
-    if chains:
-        sentences.append("Chains are reported, but their R and gain do not decide the verdict.")
+    sentences += _experts_without_tokens(comparisons)
+    lengths = _prompt_lengths(comparisons)
+    if lengths:
+        sentences.append(f"Positions from {max(lengths)} on: no prompt is longer.")
     sentences.append("Whole prompts in one pass were compared; decoding token by token with a cache was not.")
     return sentences
+
+
+def _experts_without_tokens(comparisons: Sequence[Comparison]) -> list[str]:
+    """Experts of which a comparison knows nothing."""
+    idle, experts = {}, 0
+    for stage, _, tap in _taps(comparisons):
+        if tap.get("expert_R"):
+            experts = len(tap["expert_R"])
+            idle[stage] = tap["expert_R"].count(None)
+    found = {stage: count for stage, count in idle.items() if count}
+    if not found:
+        return []
+    least, most = min(found.values()), max(found.values())
+    count = f"{most}" if least == most else f"{least} to {most}"
+    return [f"In {ranges(list(found))} {count} of the {experts} experts got no token."]
 
 
 def _devices(comparisons: Sequence[Comparison], side: str) -> str:

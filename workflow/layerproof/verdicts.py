@@ -8,6 +8,7 @@ from typing import Any
 
 from layerproof.errors import UserError
 from layerproof.files import read_json
+from layerproof.stages import ranges
 from layerproof.taps import OUT
 
 SCHEMA_VERSION = 1
@@ -116,6 +117,7 @@ def gate(path: Path) -> int:
     try:
         verdicts = read_json(path)
         overall, culprit = verdicts["overall"], verdicts["first_culprit"]
+        stages = ranges(list(verdicts["stages"]))
         blame = f", first culprit {culprit['stage']} {culprit['tap']}" if culprit else ""
         if verdicts["schema_version"] != SCHEMA_VERSION or overall not in GATE_EXIT:
             raise KeyError("schema_version")
@@ -123,5 +125,5 @@ def gate(path: Path) -> int:
         raise UserError(
             f"{path}: is no verdicts.json of schema {SCHEMA_VERSION} ({error}). Run snakemake again."
         ) from None
-    print(f"{path}: {overall}{blame}")
+    print(f"{path}: {overall}{blame} ({stages})")
     return GATE_EXIT[overall]
