@@ -255,6 +255,9 @@ def test_the_page_shows_each_culprit_and_what_all_causes_together_explain():
     assert "out : Wrong too, though the mistakes named account for the output" in text
     assert "With this mistake put in, the golden gives the port&#39;s output: R 0.970." in text
     assert "Not diagnosed: the port ran out of memory." in text
+    diagnoses[0]["culprits"][0]["R"] = 0.96  # of what is not NaN
+    text = words(render(comparisons, diagnoses=diagnoses))
+    assert f"router.scores : Wrong of itself. As if the port had {SOFTMAX}" in text
 
 
 # What was not looked at

@@ -313,7 +313,7 @@ def _diagnosis(diagnosis: Mapping[str, Any]) -> list[tuple[str | None, str]]:
             found = (
                 "Wrong too, though the mistakes named account for the output: its value may be dropped behind the tap"
             )
-        if culprit["R"] is not None:
+        if culprit["R"] is not None and culprit["R"] > 1:  # or it is NaN or Inf that is wrong
             found += f", R {number(culprit['R'])}" + (f" at {culprit['at']}" if culprit["at"] else "")
             found += " with the golden's taps before it" if culprit["forced"] else ""
         found += "."
