@@ -203,9 +203,34 @@ def compiled_too(x):
     return x + IN_COMPILED
 
 
+try:
+    from numba import njit
+except ImportError:
+    njit = None
+
+compile_it = numba.njit(cache=False)
+
+
+@njit
+def compiled_conditionally(x):
+    return x + 75
+
+
+@compile_it
+def compiled_by_name(x):
+    return x + 76
+
+
+def compiled_by_call_(x):
+    return x + 77
+
+
+compiled_by_call = numba.njit(compiled_by_call_)
+
+
 @numba.njit
 def compiled(x):
-    return compiled_too(x) + 71
+    return compiled_too(x) + compiled_conditionally(x) + compiled_by_name(x) + compiled_by_call(x) + 71
 
 
 @numba.njit
@@ -371,7 +396,15 @@ TELLING = {
     "body of the recorded function": ("main", "child = Child()", "child = Child.__call__()", "main::run"),
     "default argument": ("main", "y=CONSTANT", "y=30", "main::helper"),
     "body of a decorated function": ("main", "x + 21", "x + 22", "main::decorated"),
-    "function that a package compiles": ("main", "compiled_too(x) + 71", "compiled_too(x) + 74", "main::=compiled"),
+    "function that a package compiles": (
+        "main",
+        "compiled_by_call(x) + 71",
+        "compiled_by_call(x) + 74",
+        "main::=compiled",
+    ),
+    "function compiled by a name of a try": ("main", "x + 75", "x + 85", "main::=compiled_conditionally"),
+    "function compiled by a name that is assigned": ("main", "x + 76", "x + 86", "main::=compiled_by_name"),
+    "function compiled by a call": ("main", "x + 77", "x + 87", "main::=compiled_by_call_"),
     "function that compiled code calls": ("main", "x + IN_COMPILED", "x - IN_COMPILED", "main::=compiled_too"),
     "constant of compiled code": ("main", "IN_COMPILED = 73", "IN_COMPILED = 74", "main::=IN_COMPILED"),
     "argument of a decorator": ("main", "@scaled(2)", "@scaled(3)", "main::decorated"),

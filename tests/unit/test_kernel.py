@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from layerproof import kernel
+import numpy as np
+
+from layerproof import fingerprint, kernel, metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -29,6 +31,19 @@ def test_compiled_code_depends_on_no_other_module():
     compiled = [value.py_func for value in vars(kernel).values() if hasattr(value, "py_func")]
     assert imported and len(compiled) > 3
     assert not imported & {name for function in compiled for name in function.__code__.co_names}
+
+
+def test_an_edit_of_any_of_it_is_seen():
+    tap = metrics.Tensor(np.ones((1, 2, 3), np.float32), "float32")
+    seen: fingerprint.Seen = {}
+    with fingerprint.recording(seen):
+        metrics.compare(tap, tap, tap, np.ones((1, 2), bool))
+    entries = fingerprint.fingerprints(seen)
+    compiled = [name for name, value in vars(kernel).items() if hasattr(value, "py_func")]
+    source = fingerprint._parse(Path(kernel.__file__))
+    for name in (*compiled, "BF16_STEPS"):
+        assert f"workflow/layerproof/kernel.py::={name}" in entries
+    assert source.compiled >= set(compiled)
 
 
 def test_where_the_library_is_read_only_compiled_code_is_kept_with_the_results(tmp_path):

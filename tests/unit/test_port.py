@@ -64,7 +64,8 @@ def test_a_port_finds_torch_as_its_import_left_it(tmp_path):
             torch.set_default_dtype(left)
             torch.rand(7)
             runner = port.Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)})
-            found.append((runner.module, torch.get_default_dtype(), torch.rand(1)))
+            drawn = torch.rand(1).item(), torch.rand(1, device=runner.environment.device).item()
+            found.append((runner.module, torch.get_default_dtype(), drawn))
         assert found[0] == found[1] and found[0][1] == torch.bfloat16
         source.write_text(source.read_text() + "EDITED = True\n")
         assert port.Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)}).module.EDITED

@@ -287,8 +287,8 @@ def test_experts_that_no_token_went_to_are_told():
     stages = [reports.compared(f"layer_00{layer}") for layer in range(3)]
     for stage, ratios in zip(stages, ([1.0, None, 0.9, None], [1.0, None, 1.0, 1.0], [1.0] * 4), strict=True):
         stage["taps"]["mlp.out"]["expert_R"] = ratios
-    assert "In layer_000 to layer_001 1 to 2 of the 4 experts got no token." in words(render(stages))
-    assert "experts got no token" not in words(render(stages[2:]))
+    assert "In layer_000 to layer_001 1 to 2 of the 4 experts had no token that was compared." in words(render(stages))
+    assert "experts had no token" not in words(render(stages[2:]))
 
 
 def test_a_tap_that_only_the_port_has_is_listed():

@@ -23,8 +23,8 @@ GOLDEN = ("weights", "tokens", "predict", "golden")
 """Verbs that share a process because they have use for transformers; the others share one that does not import it."""
 PORT = ("port", "force", "bisect")
 """Verbs that run a port. Those of one kind of stage share a process, and what they ran counts for each of them: a port may
-keep something in its first job that the next one uses, such as a compiled graph or a table. No process of another kind is
-kept meanwhile, since it may hold the device.
+keep something in its first job that the next one uses, such as a compiled graph or a table. An idle process of
+another kind ends when a job comes, since it may hold the device.
 """
 ALONE = ("diagnose",)
 """Verbs with a process of their own, as entries of the dictionary of faults are registered when its module is imported."""
@@ -40,6 +40,7 @@ def submit(folder: Path, argv: Sequence[str]) -> int:
     """
     side = "golden" if argv[0] in GOLDEN else "port" if argv[0] in PORT else "other"
     environment = _digest(sorted(os.environ.items()))
+    kind = _kind(argv) if side == "port" else _digest(None)  # before the server waits for it
     apart, finished, died = False, 0, -signal.SIGKILL  # of the server, if it says nothing
     try:
         connected = _connected(folder / f"{side}-{environment}")
@@ -49,7 +50,6 @@ def submit(folder: Path, argv: Sequence[str]) -> int:
 
         return cli.run(argv)
     with connected as server, contextlib.suppress(ConnectionError):
-        kind = _kind(argv) if side == "port" else _digest(None)
         socket.send_fds(server, [kind.encode()], [sys.stdout.fileno(), sys.stderr.fileno()])
         server.sendall(json.dumps({"argv": list(argv), "directory": os.getcwd()}).encode() + b"\n")
         for line in server.makefile():

@@ -50,19 +50,10 @@ def recording(seen: Seen) -> Iterator[None]:
 
     A profile function, because it leaves tracing to debuggers and coverage.
     """
-    times: dict[str, float | None] = {}
-
-    def on_event(frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if event == "call" and id(code) not in seen:
-            if code.co_filename not in times:
-                times[code.co_filename] = _modified(code.co_filename)
-            seen[id(code)] = code, times[code.co_filename]
-
     outer, outer_threads = sys.getprofile(), threading.getprofile()
-    _recordings.append(seen)
-    threading.setprofile(on_event)
-    sys.setprofile(on_event)
+    _recordings.append((seen, {}))
+    threading.setprofile(_on_event)
+    sys.setprofile(_on_event)
     try:
         yield
     finally:
@@ -71,8 +62,19 @@ def recording(seen: Seen) -> Iterator[None]:
         _recordings.pop()
 
 
-_recordings: list[Seen] = []
-"""What is being recorded, the innermost last."""
+def _on_event(frame: FrameType, event: str, argument: Any) -> None:
+    """Of a thread that outlives the recording in which it was started, too, for the one that there is then."""
+    if event == "call" and _recordings:
+        seen, times = _recordings[-1]
+        code = frame.f_code
+        if id(code) not in seen:
+            if code.co_filename not in times:
+                times[code.co_filename] = _modified(code.co_filename)
+            seen[id(code)] = code, times[code.co_filename]
+
+
+_recordings: list[tuple[Seen, dict[str, float | None]]] = []
+"""What is being recorded, with the modification times that were looked up; the innermost last."""
 
 
 def once(function: Callable[[], T]) -> Callable[[], T]:
@@ -90,7 +92,7 @@ def once(function: Callable[[], T]) -> Callable[[], T]:
                     kept.append(function())
         finally:
             if _recordings:
-                _recordings[-1].update(seen)
+                _recordings[-1][0].update(seen)
         return kept[0]
 
     return kept_or_new
@@ -138,6 +140,15 @@ def fingerprints(seen: Seen) -> dict[str, str]:
     )
 
 
+def lasting(seen: Seen) -> Seen:
+    """The recorded code without that of files which this process wrote, while it is known that it did."""
+    return {
+        key: (code, modified)
+        for key, (code, modified) in seen.items()
+        if modified is None or not _is_generated(Path(code.co_filename), modified)
+    }
+
+
 def _is_generated(path: Path, modified: float) -> bool:
     """Whether a file was written by this process, as torch does: later than it began, and not where the user works."""
     return modified >= STARTED and not (path.is_relative_to(Path.cwd()) or path.is_relative_to(REPOSITORY))
@@ -180,8 +191,8 @@ class _Uses:
 class _Source:
     """One parsed file: functions by qualified name, statements by the module-level name that they bind, and the rest.
 
-    `compiled` are module-level functions with a decorator of an installed package. It may compile them (numba.njit,
-    torch.jit.script), so that none of their code is ever seen to run: they count where they are named.
+    `compiled` are names of what a function of an installed package decorates or is called with. It may compile functions
+    (numba.njit, torch.jit.script), so that none of their code is ever seen to run: they count where they are named.
     """
 
     functions: dict[str, list[ast.AST]] = field(default_factory=dict)
@@ -206,8 +217,11 @@ class _Source:
         if local == "":
             return digest_of([_dump(statement) for statement in self.bare])
         if local.startswith("="):
-            as_bound = _dump if local[1:] in self.compiled else _binding
-            dumps = [as_bound(statement) for statement in self._bound(local[1:])]
+            whole = local[1:] in self.compiled
+            dumps = [
+                _dump(statement) if whole and isinstance(statement, Function) else _binding(statement)
+                for statement in self._bound(local[1:])
+            ]
         else:
             dumps = [_dump(node) for node in self.functions[local]]
         parts = [part for node in self.nodes(local) for part in self._parts(node, local)]
@@ -252,11 +266,12 @@ def _parse_version(path: Path, mtime_ns: int, size: int) -> _Source:
             _add_definition(source, statement, "")
             # A decorator of the module's own may keep what it is given, as a registry does, without anybody naming it.
             source.bare.extend(ast.Expr(one) for one in statement.decorator_list if _is_own_name(source, _root(one)))
-            if isinstance(statement, Function) and any(
-                _is_of_a_package(source, one) for one in statement.decorator_list
-            ):
+            if any(_is_of_a_package(source, _root(one)) for one in statement.decorator_list):
                 source.compiled.add(statement.name)
             continue
+        called = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+        if isinstance(called, ast.Call) and _is_of_a_package(source, _root(called)):
+            source.compiled.update(_names(called))
         names = _bound_names(statement)
         for name in names:
             source.bindings.setdefault(name, []).append(statement)
@@ -272,15 +287,19 @@ def _is_own_name(source: _Source, name: str | None) -> bool:
     return any(not isinstance(statement, ast.Import | ast.ImportFrom) for statement in bound)
 
 
-def _is_of_a_package(source: _Source, decorator: ast.expr) -> bool:
-    """Whether a module imports a decorator from elsewhere than Python's own library."""
-    names = set()
-    for statement in source.bindings.get(_root(decorator) or "", []):
-        if isinstance(statement, ast.ImportFrom):
-            names.add(statement.module or "." * statement.level)
-        elif isinstance(statement, ast.Import):
-            names |= {alias.name for alias in statement.names}
-    return any(name.split(".")[0] not in sys.stdlib_module_names for name in names)
+def _is_of_a_package(source: _Source, name: str | None, seen: frozenset[str | None] = frozenset()) -> bool:
+    """Whether a module has a name from elsewhere than Python's own library: imported, or assigned from what is."""
+    modules: list[str] = []
+    for statement in [] if name in seen else source.bindings.get(name or "", []):
+        for node in [] if isinstance(statement, Definition) else ast.walk(statement):
+            if isinstance(node, ast.ImportFrom):
+                modules.append(node.module or "." * node.level)
+            elif isinstance(node, ast.Import):
+                modules += [alias.name for alias in node.names]
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            if value is not None and _is_of_a_package(source, _root(value), seen | {name}):
+                return True
+    return any(module.split(".")[0] not in sys.stdlib_module_names for module in modules)
 
 
 def _root(node: ast.expr) -> str | None:

@@ -36,6 +36,7 @@ PACKAGES = (
     "safetensors",
     "tokenizers",
     "numpy",
+    "numba",
     "h5py",
     "matplotlib",
 )
@@ -98,7 +99,7 @@ def run(
                 traceback.print_exc()
             error = _as_stage_error(exception)
     os.chdir(directory)  # where a port may have left it
-    _ran.update(seen)
+    _ran.update(fingerprint.lasting(seen))
     if error is not None and on_error is not None:
         print(f"error: {error}", file=sys.stderr)
         on_error(error)

@@ -119,10 +119,7 @@ class Sums(NamedTuple):
         )
 
 
-compiled = numba.njit(cache=True, error_model="numpy")
-
-
-@compiled
+@numba.njit(cache=True, error_model="numpy")
 def _add(sums, constants, numbers, kept, values, patterns, has_patterns, noise, has_noise):
     """`Sums.add`."""
     port, golden, truth = values
@@ -154,7 +151,7 @@ def _add(sums, constants, numbers, kept, values, patterns, has_patterns, noise, 
     return all_finite
 
 
-@compiled
+@numba.njit(cache=True, error_model="numpy")
 def _add_groups(sums, constants, number, p, g, x, exponents, keep, noise, has_noise):
     """Squared errors of a token by channel and in all, also in units of the noise."""
     noise_of_token, noise_of_channel, rounding = noise[0][number], noise[1], noise[2]
@@ -189,7 +186,7 @@ def _add_groups(sums, constants, number, p, g, x, exponents, keep, noise, has_no
         sums.unit_tokens[number] = in_units
 
 
-@compiled
+@numba.njit(cache=True, error_model="numpy")
 def _add_elements(sums, constants, number, p, g, x, keep, errors):
     """Errors of a token's elements; those of which the spread is wanted are left in `errors`."""
     absolute, of_golden = constants.close
@@ -218,7 +215,7 @@ def _add_elements(sums, constants, number, p, g, x, keep, errors):
     sums.totals[2] += close
 
 
-@compiled
+@numba.njit(cache=True, error_model="numpy")
 def _set_steps(port, golden, steps):
     """Steps between floats by their patterns: in the order of values neighbours are one apart, -0 and +0 are both 0."""
     lowest = np.int64(np.iinfo(port.dtype).min)
@@ -229,7 +226,7 @@ def _set_steps(port, golden, steps):
         steps[c] = np.float64(np.uint64(a) - np.uint64(b) if a > b else np.uint64(b) - np.uint64(a))
 
 
-@compiled
+@numba.njit(cache=True, error_model="numpy")
 def _add_spread(sums, constants, kind, values, keep, single, patterns):
     """Counts values by their fp32 patterns; `patterns` are the bits of `single`, in which they are rounded."""
     spread, bins = sums.spreads[kind], sums.bins[kind]
@@ -248,7 +245,7 @@ def _add_spread(sums, constants, kind, values, keep, single, patterns):
     spread[2] = largest
 
 
-@compiled
+@numba.njit(cache=True, error_model="numpy")
 def _add_moments(sums, p, g, keep, found):
     """Centred within each token, since raw sums of squares cancel where the mean is large against the spread.
 

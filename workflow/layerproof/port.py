@@ -79,10 +79,13 @@ class Runner:
         Raises:
             StageError: if the port cannot be imported.
         """
+        import torch_xla
+
         environment = distributed.initialise("xla", settings["device"])
         module, default_dtype = _loaded(settings["module"]) if settings["backend"] == "xla" else (None, torch.float32)
         torch.set_default_dtype(default_dtype)
         torch.manual_seed(0)  # weights that a port does not load are the same whatever ran before
+        torch_xla.manual_seed(0)
         return cls(directory, tokens, settings, environment, module)
 
 

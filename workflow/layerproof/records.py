@@ -119,9 +119,9 @@ class Stamps:
         return digest_of([old, reasons])[:16] if reasons else old
 
     def settings(self, job: str) -> Mapping[str, Any]:
-        """What the job ran with last; nothing if it did not."""
-        record, _ = self._of(job)
-        return record.spec if record else {}
+        """What the job ran with last; nothing if it did not, or has to run for a reason of its own."""
+        record, reasons = self._of(job)
+        return record.spec if record and not reasons else {}
 
     def file(self, job: str, spec: Mapping[str, Any]) -> str:
         """The stamp file of a job that is to run with `spec`: given a new time and content if the job has to run.

@@ -295,7 +295,7 @@ def _margin(comparisons: Sequence[Comparison], limit: float) -> list[str]:
     ]
 
 
-def _diagnosis(diagnosis: Mapping[str, Any]) -> list[tuple[str | None, str]]:
+def _diagnosis(diagnosis: Mapping[str, Any], limit: float) -> list[tuple[str | None, str]]:
     """(tap, what is wrong there) of a stage that fails, and what is to be said of all of them."""
     if diagnosis["reason"]:
         return [(None, f"Not diagnosed: {_stopped(diagnosis['reason'])}")]
@@ -313,7 +313,7 @@ def _diagnosis(diagnosis: Mapping[str, Any]) -> list[tuple[str | None, str]]:
             found = (
                 "Wrong too, though the mistakes named account for the output: its value may be dropped behind the tap"
             )
-        if culprit["R"] is not None and culprit["R"] > 1:  # or it is NaN or Inf that is wrong
+        if culprit["R"] is not None and culprit["R"] > limit:  # or it is NaN or Inf that is wrong
             found += f", R {number(culprit['R'])}" + (f" at {culprit['at']}" if culprit["at"] else "")
             found += " with the golden's taps before it" if culprit["forced"] else ""
         found += "."
@@ -474,7 +474,7 @@ def _experts_without_tokens(comparisons: Sequence[Comparison]) -> list[str]:
         return []
     least, most = min(found.values()), max(found.values())
     count = f"{most}" if least == most else f"{least} to {most}"
-    return [f"In {ranges(list(found))} {count} of the {experts} experts got no token."]
+    return [f"In {ranges(list(found))} {count} of the {experts} experts had no token that was compared."]
 
 
 def _devices(comparisons: Sequence[Comparison], side: str) -> str:
@@ -544,7 +544,7 @@ def _stage(
         "name": stage,
         "status": comparison["status"],
         "reason": comparison["reason"],
-        "diagnosis": _diagnosis(diagnosis) if diagnosis else [],
+        "diagnosis": _diagnosis(diagnosis, limit) if diagnosis else [],
         "first_failing": next((name for name, tap in taps.items() if tap["status"] == "fail"), None),
         "out_R": out.get("R"),
         "worst": {"tap": worst[1], "R": worst[2]} if worst and worst[2] is not None else None,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 FILES = 3
 """A client's connection, standard output and standard error."""
 PATIENCE = 5
-"""Seconds that a client may take between connecting and handing over its job."""
+"""Seconds that a client may take between connecting and handing over its job, and an idle runner to end."""
 
 
 def start_server(address: Path) -> None:
@@ -95,6 +95,9 @@ def serve(listening: socket.socket, owner: int) -> None:
                     poll.register(runner.client, select.POLLRDHUP)
             ready = {number for number, _ in poll.poll()}
             if end in ready:
+                for runner in runners:
+                    if runner.client is not None:  # its job did not fail: nobody waits for it any more
+                        _tell(runner.client, b"exit 1")
                 _clear(Path(listening.getsockname()))
                 return
             for runner in list(runners):
@@ -109,8 +112,6 @@ def serve(listening: socket.socket, owner: int) -> None:
                 _accept(listening, runners)
     finally:
         for runner in runners:
-            if runner.client is not None:  # its job did not fail: nobody waits for it any more
-                _tell(runner.client, b"exit 1")
             _end(runner)
 
 
@@ -127,16 +128,17 @@ def _accept(listening: socket.socket, runners: list[_Runner]) -> None:
     client.settimeout(PATIENCE)
     try:
         kind, outputs, *_ = socket.recv_fds(client, DIGITS, 2)
-    except OSError:  # it was stopped just now, and others wait
+    except TimeoutError:  # it was stopped just now, and others wait
+        outputs = []
+    if len(outputs) != 2:
         client.close()
         return
     client.settimeout(None)
-    idle = [runner for runner in runners if runner.client is None]
-    runner = next((runner for runner in idle if runner.kind == kind), None)
+    for idle in [runner for runner in runners if runner.client is None and runner.kind != kind]:
+        runners.remove(idle)
+        _end(idle)
+    runner = next((runner for runner in runners if runner.client is None), None)
     if runner is None:
-        for other in idle:
-            runners.remove(other)
-            _end(other)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             runner = _Runner(_start(theirs, "run", str(os.getpid())), ours, kind)
@@ -168,11 +170,14 @@ def _tell(client: socket.socket, message: bytes) -> None:
 
 
 def _end(runner: _Runner) -> None:
-    """Kills a runner and what it started, and tells its client, if that is, how it died."""
+    """Ends a runner and what it started, and tells its client, if that is, how it died."""
+    runner.control.close()  # by which an idle one ends, and clears up
+    if runner.client is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            runner.process.wait(PATIENCE)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(runner.process.pid, signal.SIGKILL)
     code = runner.process.wait()
-    runner.control.close()
     if runner.client is not None:
         _tell(runner.client, f"died {code}".encode())
         runner.client.close()

@@ -64,7 +64,7 @@ def port_stage_spec(wildcards):
 
 
 def compare_stage_spec(wildcards):
-    return spec("numpy", "h5py", stage=wildcards.stage, limit=SETTINGS["compare"]["limit"])
+    return spec("numpy", "numba", "h5py", stage=wildcards.stage, limit=SETTINGS["compare"]["limit"])
 
 
 def diagnose_stage_spec(wildcards):
@@ -72,6 +72,7 @@ def diagnose_stage_spec(wildcards):
         "torch",
         "transformers",
         "numpy",
+        "numba",
         stage=wildcards.stage,
         checkpoint_dir=CHECKPOINT,
         trust_remote_code=SETTINGS["model"]["trust_remote_code"],
@@ -83,6 +84,7 @@ def diagnose_stage_spec(wildcards):
 def compare_chain_spec(wildcards):
     return spec(
         "numpy",
+        "numba",
         "h5py",
         chain=wildcards.chain,
         stages=CHAINS[wildcards.chain],
