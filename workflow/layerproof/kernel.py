@@ -18,7 +18,7 @@ if not os.access(Path(__file__).parent, os.W_OK):  # as in a container: compiled
 
 import numba
 
-from layerproof.metrics import CLOSE_ABSOLUTE, CLOSE_RELATIVE, FLOAT32_MAX, PATTERN_BINS, PATTERN_SHIFT, R_MAX
+from layerproof.metrics import CLOSE_ABSOLUTE, CLOSE_RELATIVE, FLOAT32_MAX, PATTERN_BINS, PATTERN_SHIFT, R_MAX, bf16_ulp
 
 SPREADS = ("abs", "rel", "port", "golden", "ulp")
 """Numbers whose spread is gathered: |port - golden|, that relative to the golden, |port - truth|, |golden - truth| and the
@@ -26,8 +26,8 @@ steps between port and golden.
 """
 ABS, REL, PORT, GOLDEN, ULP = range(len(SPREADS))
 
-BF16_STEPS = 2.0 ** np.maximum(np.arange(2048) - 1023 - 7, -133)
-"""The step of bf16 by the biased exponent of an fp64 number, as `metrics.bf16_ulp`."""
+BF16_STEPS = bf16_ulp(np.ldexp(1.0, np.arange(2047) - 1023))
+"""The step of bf16 by the biased exponent of a finite fp64 number."""
 
 
 class Constants(NamedTuple):
@@ -37,6 +37,7 @@ class Constants(NamedTuple):
     largest_ratio: float = R_MAX
     largest: float = FLOAT32_MAX
     shift: int = PATTERN_SHIFT
+    steps: np.ndarray = BF16_STEPS
 
 
 class Sums(NamedTuple):
@@ -161,7 +162,7 @@ def _add_groups(sums, constants, number, p, g, x, exponents, keep, noise, has_no
         if not keep[c]:
             continue
         port, golden = (p[c] - x[c]) * (p[c] - x[c]), (g[c] - x[c]) * (g[c] - x[c])
-        step = BF16_STEPS[(exponents[c] >> 52) & 0x7FF] if x[c] != 0 else 0.0
+        step = constants.steps[(exponents[c] >> 52) & 0x7FF] if x[c] != 0 else 0.0
         rounded = np.rint(x[c] / step) * step - x[c] if x[c] != 0 else 0.0
         rounded, expected = rounded * rounded, step * step / 12
         sums.counts[c] += 1

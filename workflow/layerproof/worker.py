@@ -123,7 +123,7 @@ def _clear(address: Path) -> None:
 
 
 def _accept(listening: socket.socket, runners: list[_Runner]) -> None:
-    """Hands one client's job to a runner of its kind; idle ones of another kind are ended before a new one is started."""
+    """Hands one client's job to a runner of its kind; idle ones of another kind are ended."""
     client, _ = listening.accept()
     client.settimeout(PATIENCE)
     try:
