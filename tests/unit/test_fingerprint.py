@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 import textwrap
 import threading
@@ -616,8 +618,6 @@ def test_generated_files_are_not_recorded(package, tmp_path, monkeypatch):
 
 def age(own):
     """Lets the package's files be an hour old."""
-    import os
-
     for path in own.directory.glob("*.py"):
         os.utime(path, (time.time() - 3600,) * 2)
 
@@ -682,3 +682,47 @@ def test_recording_inside_a_recording():
 
 def in_thread():
     return None
+
+
+def test_code_that_is_not_to_be_recorded():
+    seen = {}
+    with fingerprint.recording(seen):
+        with fingerprint.unrecorded():
+            before()
+        within()
+    assert "within" in names_of(seen)
+    if sys.version_info < (3, 12):  # later there is no need to
+        assert "before" not in names_of(seen)
+
+
+def test_the_library_runs_no_function_of_its_own_when_it_is_imported():
+    """For its modules are imported unrecorded; but for the dictionary of faults, and what is also run for each tap."""
+    known = {"faults", "bf16_ulp"}
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORTED],
+        env=os.environ | {"PYTHONPATH": str(fingerprint.REPOSITORY / "workflow")},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert found and not [line for line in found if not known & set(line.replace("/", " ").split())]
+
+
+IMPORTED = """
+import importlib
+from pathlib import Path
+from layerproof import fingerprint
+
+library = Path(fingerprint.__file__).parent
+seen = {}
+with fingerprint.recording(seen):
+    for path in sorted(library.rglob("*.py")):
+        if path.stem not in ("__main__", "__init__"):
+            importlib.import_module(".".join(path.relative_to(library.parent).with_suffix("").parts))
+for code, _ in seen.values():
+    path = Path(code.co_filename)
+    # CO_NEWLOCALS: not the body of a module or class. A comprehension belongs to its statement.
+    function = code.co_flags & 2 and not code.co_name.startswith("<")
+    if function and path.is_relative_to(library) and path.name != "fingerprint.py":
+        print(path.relative_to(library), code.co_name)
+"""

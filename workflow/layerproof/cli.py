@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from layerproof import fingerprint, jobs, manifest, verdicts
 from layerproof.errors import StageError, UserError
 from layerproof.files import read_json, write_json, write_text
+from layerproof.fingerprint import unrecorded
 from layerproof.records import Record
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 def make_checkpoint(args: argparse.Namespace) -> None:
     def work() -> None:
-        from layerproof import tiny
+        with unrecorded():
+            from layerproof import tiny
 
         tiny.make(args.outputs[0].parent, seed=args.spec["seed"], form=args.spec["form"])
 
@@ -41,7 +43,8 @@ def make_weights(args: argparse.Namespace) -> None:
     *stages, unused = args.outputs
 
     def work() -> None:
-        from layerproof.loading import describe_stages
+        with unrecorded():
+            from layerproof.loading import describe_stages
 
         trust = args.spec["trust_remote_code"]
         by_stage, left = describe_stages(directory, [output.stem for output in stages], trust)
@@ -85,14 +88,16 @@ def make_golden(args: argparse.Namespace) -> None:
 
     @fingerprint.once
     def start() -> Whole:
-        from layerproof import tokens, whole
+        with unrecorded():
+            from layerproof import tokens, whole
 
         return whole.Whole.start(checkpoint, tokens.Tokens.read(prompts), args.spec)
 
     def make_stage(
         spec: Mapping[str, Any], weights: Path, before: tuple[Path | None, ...], outputs: tuple[Path, ...]
     ) -> None:
-        from layerproof import golden, tokens
+        with unrecorded():
+            from layerproof import golden, tokens
 
         description, ids = read_json(weights), tokens.Tokens.read(prompts)
         previous, previous_noise = (path and path.absolute() for path in before)
@@ -124,12 +129,14 @@ def make_port(args: argparse.Namespace) -> None:
 
     @fingerprint.once
     def start() -> Runner:
-        from layerproof import port, tokens
+        with unrecorded():
+            from layerproof import port, tokens
 
         return port.Runner.start(_checkpoint(args), tokens.Tokens.read(args.tokens), args.spec)
 
     def make_stage(weights: Path, before: Path | None, source: str, output: Path) -> Mapping[str, Any]:
-        from layerproof import port, tensors
+        with unrecorded():
+            from layerproof import port, tensors
 
         # Read first: what the stage lacks is told before minutes are spent on a device.
         description = read_json(weights)
@@ -162,7 +169,8 @@ def make_forced(args: argparse.Namespace) -> None:
             if not tensors.is_empty(output):  # an equal output is left alone, and what depends on it
                 tensors.write(output, {}, attributes={"stage": stage})
             return
-        from layerproof import port, tokens
+        with unrecorded():
+            from layerproof import port, tokens
 
         golden = tensors.read_group(args.golden[0], "golden")
         fed = tensors.read_stage_input(previous, "golden/out") if previous else None
@@ -185,6 +193,10 @@ def make_diagnosis(args: argparse.Namespace) -> None:
             if not output.exists() or read_json(output) != nothing:
                 write_json(output, nothing)
             return
+        with unrecorded():
+            import transformers.modeling_utils  # noqa: F401
+
+        # Recorded: the dictionary of faults is filled when it is imported, by functions that no other code names.
         from layerproof import diagnose, tokens
 
         subject = diagnose.Stage(
@@ -211,7 +223,8 @@ def make_comparison(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        from layerproof import compare, tokens
+        with unrecorded():
+            from layerproof import compare, tokens
 
         valid = tokens.Tokens.read(args.tokens).valid
         content = compare.compare_stage(
@@ -226,7 +239,8 @@ def make_chain_comparison(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        from layerproof import compare, tokens
+        with unrecorded():
+            from layerproof import compare, tokens
 
         content = compare.compare_chain(
             args.spec["chain"],
@@ -247,7 +261,8 @@ def make_bisection(args: argparse.Namespace) -> None:
     previous = _only(args.previous)
 
     def work() -> None:
-        from layerproof import bisect, port, tensors, tokens
+        with unrecorded():
+            from layerproof import bisect, port, tensors, tokens
 
         prompts = tokens.Tokens.read(args.tokens)
         descriptions = {path.stem: read_json(path) for path in args.weights}
@@ -267,7 +282,8 @@ def make_prediction(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        from layerproof import prediction, tokens
+        with unrecorded():
+            from layerproof import prediction, tokens
 
         descriptions = {path.stem: read_json(path) for path in args.weights}
         prompts = tokens.Tokens.read(args.tokens)
@@ -312,7 +328,8 @@ def make_audit(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        from layerproof import audit
+        with unrecorded():
+            from layerproof import audit
 
         golden, port = ({path.stem: path for path in paths} for paths in (args.golden, args.port))
         descriptions = {path.stem: read_json(path) for path in args.weights}
@@ -339,7 +356,8 @@ def make_stage_plot(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        from layerproof import plots
+        with unrecorded():
+            from layerproof import plots
 
         plots.plot_stage(read_json(args.comparisons[0]), output)
 
@@ -350,7 +368,8 @@ def make_model_plots(args: argparse.Namespace) -> None:
     heat_map, depth = args.outputs
 
     def work() -> None:
-        from layerproof import plots
+        with unrecorded():
+            from layerproof import plots
 
         comparisons = list(map(read_json, args.comparisons))
         plots.plot_map(comparisons, heat_map)
@@ -363,7 +382,8 @@ def make_report(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        from layerproof import report
+        with unrecorded():
+            from layerproof import report
 
         comparisons = list(map(read_json, args.comparisons))
         for comparison, path in zip(comparisons, args.records, strict=True):

@@ -8,11 +8,12 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
@@ -20,6 +21,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from layerproof.files import replacing
+from layerproof.fingerprint import unrecorded
 from layerproof.stages import layer_of
 from layerproof.taps import OUT, in_order
 
@@ -39,6 +41,7 @@ LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000
 DASHES = ("-", "--", "-.", ":")
 MARKERS = "os^Dv<>P"
 GREY = "#d0d0d0"
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 # Better than the golden is no concern and stays pale; worse gets darker, so that it shows in print, too.
 SCALE = LinearSegmentedColormap.from_list(
     "R", [(0, "#b9d6ea"), (0.5, "#f6f6f3"), (0.6, "#fde0b8"), (0.75, "#f08a3c"), (0.9, "#b83a0e"), (1, "#7a1d05")]
@@ -51,6 +54,8 @@ R_LOW, R_HIGH = 0.5, 10.0
 MAX_LABELLED_STAGES = 16
 """A map of more stages has no room for the value of R in each cell and the name of each stage."""
 MIN_COLUMNS = 6
+STAGE_MARGINS = {"left": 0.055, "right": 0.99, "bottom": 0.16, "top": 0.9, "wspace": 0.24}
+"""Shares of the figure; a layout that finds them takes as long again as the drawing, once for each stage."""
 
 
 def plot_stage(comparison: Mapping[str, Any], output: Path) -> None:
@@ -61,11 +66,11 @@ def plot_stage(comparison: Mapping[str, Any], output: Path) -> None:
     """
     out = comparison["taps"].get(OUT, {})
     nothing = _nothing_to_draw(comparison, out)
-    with _figure(output, (11.0, 0.4 if nothing else 3.1)) as figure:
+    with _figure(output, (11.0, 0.4 if nothing else 3.1), layout=None) as figure:
         if nothing:
             figure.text(0.01, 0.5, f"{comparison['stage']}: {nothing}", va="center")
             return
-        histogram, quantiles, tokens = figure.subplots(1, 3, width_ratios=(1, 0.8, 1.2))
+        histogram, quantiles, tokens = figure.subplots(1, 3, width_ratios=(1, 0.8, 1.2), gridspec_kw=STAGE_MARGINS)
         _draw_histogram(histogram, out["histogram"])
         _draw_quantiles(quantiles, out["qq"])
         _draw_tokens(tokens, out["token_R"])
@@ -95,7 +100,7 @@ def _draw_histogram(axes: Axes, histogram: Mapping[str, Any]) -> None:
         label = f"{side} − truth ({exact:,} of {total:,} exact)"
         axes.stairs(shares, 10.0 ** edges[span.start : span.start + len(shares) + 1], label=label, **style)
     axes.set_xscale("log")
-    axes.xaxis.set_minor_locator(NullLocator())
+    _label_powers(axes.xaxis)
     axes.margins(y=0.35)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("|error|")
@@ -112,8 +117,8 @@ def _draw_quantiles(axes: Axes, quantiles: Mapping[str, Any]) -> None:
         axes.plot(ends, ends, color="#555555", linewidth=0.8)
         axes.plot(golden, port, "o", color=PORT, markersize=4, markerfacecolor="none")
         axes.set(xscale="log", yscale="log")
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_minor_locator(NullLocator())
+        _label_powers(axes.xaxis)
+        _label_powers(axes.yaxis)
         axes.annotate(
             "largest", (golden[-1], port[-1]), (-5, 0), textcoords="offset points", ha="right", va="center", fontsize=8
         )
@@ -152,6 +157,12 @@ def _draw_tokens(axes: Axes, token_R: Sequence[Sequence[float | None]]) -> None:
     axes.set_xlabel("position")
     axes.set_ylabel("R")
     axes.legend(frameon=False, fontsize=8, ncols=4, loc="upper left", borderaxespad=0)
+
+
+def _label_powers(axis: Axis) -> None:
+    """Powers of ten as plain text; matplotlib's own labels are formulas, whose parsing takes longer than the drawing."""
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: "10" + f"{math.log10(value):.0f}".translate(SUPERSCRIPT)))
 
 
 def _log_ratio(axes: Axes, values: np.ndarray) -> None:
@@ -304,7 +315,7 @@ def _draw_series(axes: Axes, series: Mapping[str, Sequence[float | None]], first
         exact = exact or 0 in values
     axes.set_yscale("log")
     axes.set_ylim(floor / 1.5, max([*positive, floor * 10]) * 8)
-    axes.yaxis.set_minor_locator(NullLocator())
+    _label_powers(axes.yaxis)
     if exact:
         axes.axhline(floor, color=GREY, linewidth=0.8, zorder=0)
         axes.annotate(
@@ -331,10 +342,12 @@ def _brief(R: float) -> str:
 
 
 @contextmanager
-def _figure(output: Path, inches: tuple[float, float]) -> Iterator[Figure]:
+def _figure(
+    output: Path, inches: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
+) -> Iterator[Figure]:
     """A figure to draw on, written to `output` as SVG when the block ends."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=inches, layout="constrained")
+        figure = Figure(figsize=inches, layout=layout)
         yield figure
-        with replacing(output) as temporary:
+        with replacing(output) as temporary, unrecorded():
             figure.savefig(temporary, format="svg", metadata={"Date": None})

@@ -35,6 +35,7 @@ from torch import nn
 from layerproof import checkpoint, distributed, provenance, tensors
 from layerproof.errors import StageError
 from layerproof.files import digest_of
+from layerproof.fingerprint import unrecorded
 from layerproof.metrics import STORAGE
 from layerproof.stages import EMBED, layer_of
 from layerproof.taps import OUT, SHAPES, collecting, in_order, tap
@@ -79,7 +80,8 @@ class Runner:
         Raises:
             StageError: if the port cannot be imported.
         """
-        import torch_xla
+        with unrecorded():
+            import torch_xla
 
         environment = distributed.initialise("xla", settings["device"])
         module, default_dtype = _loaded(settings["module"]) if settings["backend"] == "xla" else (None, torch.float32)
