@@ -4,6 +4,7 @@
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
 
 VENV := .venv
+PYTHON ?= python3
 CORES ?= 1
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
@@ -34,7 +35,7 @@ setup-dev: $(VENV)/dev.done
 	bash tests/install-chromium.sh
 
 $(VENV)/bin/uv: requirements/uv.txt
-	python3 -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --require-hashes -r requirements/uv.txt
 
 $(VENV)/%.done: requirements/%.txt $(VENV)/bin/uv

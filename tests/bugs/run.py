@@ -130,7 +130,9 @@ def run_clean(case: Case, directory: Path) -> dict[str, Any]:
         "name": name,
         **asdict(case),
         "expected": None,
-        "found": {"stage": case.stage, "tap": outcome.failed[0], "cause": None} if outcome.failed else None,
+        "found": {"stage": case.stage, "tap": next(iter(outcome.failed), None), "cause": None}
+        if outcome.verdicts["layerproof"]
+        else None,
         "effect": outcome.effect,
         "verdicts": outcome.verdicts,
     }

@@ -36,6 +36,7 @@ VERBS = """
         parser = argparse.ArgumentParser()
         parser.add_argument("rest", nargs="*")
         parser.add_argument("--weights", nargs="*")
+        parser.add_argument("--spec")
         rest = parser.parse_args(rest).rest
         if verb in ("golden", "port") and rest:
             apart([task(name) for name in rest], leave_error)
@@ -162,10 +163,6 @@ def test_jobs_of_a_side_share_a_process_and_those_of_others_do_not(shared):
     assert {shared.life("golden", CUDA_VISIBLE_DEVICES="1")} != golden
 
 
-def test_jobs_that_look_for_known_mistakes_share_with_none(shared):
-    assert shared.life("diagnose") != shared.life("diagnose")
-
-
 @pytest.fixture
 def weights(shared):
     """Arguments of jobs of stages, by name."""
@@ -181,27 +178,42 @@ def weights(shared):
 
     layers = of_layer(3), of_layer(4), of_layer(5, hidden=32)
     files = {"third": layers[0], "fourth": layers[1], "wide": layers[2], "norm": [("norm.weight", [64])]}
-    return {name: ("--weights", write(name, *tensors), "--device", "CPU") for name, tensors in files.items()}
+    return {name: ("--weights", write(name, *tensors)) for name, tensors in files.items()}
 
 
 def test_ports_share_a_process_by_the_kind_of_their_stage(shared, weights):
-    lives = [shared.life(verb, *weights[name][:2]) for verb in ("port", "force") for name in ("third", "fourth")]
+    lives = [shared.life(verb, *weights[name]) for verb in ("port", "force") for name in ("third", "fourth")]
     assert len(set(lives)) == 1
     assert client._kind(["port", *weights["third"]]) == client._kind(["port", *weights["fourth"]])
     kinds = {client._kind(["port", *weights[name]]) for name in ("third", "wide", "norm")}
     assert len(kinds) == 3 and {len(kind) for kind in kinds} == {client.DIGITS}
-    assert shared.life("port", *weights["norm"][:2]) != lives[0]
+    assert shared.life("port", *weights["norm"]) != lives[0]
 
 
-def test_an_idle_port_is_ended_before_one_of_another_kind_begins(shared, weights):
-    """It may hold the device."""
-    waiting = shared.start("force", "wait", *weights["norm"][:2])
+def test_jobs_that_look_for_known_mistakes_share_a_process_by_kind_too(shared, weights):
+    third, fourth, norm, port = (
+        shared.life(verb, *weights[name])
+        for verb, name in (("diagnose", "third"), ("diagnose", "fourth"), ("diagnose", "norm"), ("port", "third"))
+    )
+    assert third == fourth and len({third, norm, port}) == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "platform", "ended"),
+    [("NEURON", "CPU", True), ("auto", "NEURON", True), ("auto", "CPU", False), ("CPU", "NEURON", False)],
+)
+def test_an_idle_port_that_may_hold_the_device_is_ended_before_one_of_another_kind_begins(
+    shared, weights, device, platform, ended
+):
+    more = "--spec", json.dumps({"device": device})
+    waiting = shared.start("force", "wait", *weights["norm"], *more, PJRT_DEVICE=platform)
     waiting.stdout.readline()
-    shared.life("port", *weights["third"][:2])
+    shared.life("port", *weights["third"], *more, PJRT_DEVICE=platform)
     _, busy, idle = shared.processes()
-    shared.life("port", *weights["wide"][:2])
-    _, alive = psutil.wait_procs([idle], timeout=10)
-    assert not alive and busy.is_running() and len(shared.processes()) == 3
+    shared.life("port", *weights["wide"], *more, PJRT_DEVICE=platform)
+    if ended:
+        idle.wait(10)
+    assert busy.is_running() and idle.is_running() != ended and len(shared.processes()) == 4 - ended
     waiting.kill()
 
 
@@ -209,7 +221,7 @@ def test_what_a_port_left_in_memory_counts_for_the_jobs_after_it(shared, weights
     """A table that the first one made, say; but not for those before it, nor for those of another side."""
 
     def ran_table(verb, name):
-        assert shared.run(verb, name, *weights["third"][:2])[0] == 0
+        assert shared.run(verb, name, *weights["third"])[0] == 0
         return any("::table" in entry for entry in Record.read(shared.directory / f"{name}.json").code)
 
     assert [ran_table("port", name) for name in ("first", "uses", "second")] == [False, True, True]

@@ -8,9 +8,9 @@ from pathlib import Path
 def main() -> int:
     """Runs a verb; if the workflow says where, in a process that the jobs of one call of snakemake share."""
     if workers := os.environ.get("LAYERPROOF_WORKERS"):
-        from layerproof.client import ALONE, submit
+        from layerproof.client import submit
 
-        if sys.argv[1:2] and sys.argv[1] not in ALONE:
+        if sys.argv[1:]:
             return submit(Path(workers), sys.argv[1:])
     from layerproof.cli import run
 

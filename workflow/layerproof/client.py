@@ -19,17 +19,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-GOLDEN = ("weights", "tokens", "predict", "golden")
-"""Verbs that share a process because they have use for transformers; the others share one that does not import it."""
-PORT = ("port", "force", "bisect")
-"""Verbs that run a port. Those of one kind of stage share a process, and what they ran counts for each of them: a port may
-keep something in its first job that the next one uses, such as a compiled graph or a table. An idle process of
-another kind ends when a job comes, since it may hold the device.
+SIDES = {
+    **dict.fromkeys(("weights", "tokens", "predict", "golden"), "golden"),
+    **dict.fromkeys(("port", "force", "bisect"), "port"),
+    "diagnose": "diagnose",
+}
+"""Verbs that share a process: because they have use for transformers, because they run a port, because they have the
+dictionary of faults. The others share one that imports none of this.
 """
-ALONE = ("diagnose",)
-"""Verbs with a process of their own, as entries of the dictionary of faults are registered when its module is imported."""
+BY_KIND = ("port", "diagnose")
+"""Sides of which only stages of one kind share a process, and what they ran counts for each of them: a port may keep
+something in its first job that the next one uses, such as a compiled graph or a table; and faults are registered when the
+dictionary is imported.
+"""
 DIGITS = 12
 """Of the digests that name environments and kinds."""
+HOST, DEVICE = b"h", b"d"
+"""Whether the process of a job holds a device, so that an idle one of another kind has to end before it."""
 
 
 def submit(folder: Path, argv: Sequence[str]) -> int:
@@ -38,9 +44,9 @@ def submit(folder: Path, argv: Sequence[str]) -> int:
     `folder` is where the servers' sockets are; its name ends with the number of the process with which the servers end. Of
     a job whose process dies the error is left as `jobs.run_apart` leaves it, or told.
     """
-    side = "golden" if argv[0] in GOLDEN else "port" if argv[0] in PORT else "other"
+    side = side_of(argv[0])
     environment = _digest(sorted(os.environ.items()))
-    kind = _kind(argv) if side == "port" else _digest(None)  # before the server waits for it
+    kind = _kind(argv) if side in BY_KIND else _digest(None)  # before the server waits for it
     apart, finished, died = False, 0, -signal.SIGKILL  # of the server, if it says nothing
     try:
         connected = _connected(folder / f"{side}-{environment}")
@@ -50,7 +56,9 @@ def submit(folder: Path, argv: Sequence[str]) -> int:
 
         return cli.run(argv)
     with connected as server, contextlib.suppress(ConnectionError):
-        socket.send_fds(server, [kind.encode()], [sys.stdout.fileno(), sys.stderr.fileno()])
+        socket.send_fds(
+            server, [kind.encode(), HOST if _is_on_host(argv) else DEVICE], [sys.stdout.fileno(), sys.stderr.fileno()]
+        )
         server.sendall(json.dumps({"argv": list(argv), "directory": os.getcwd()}).encode() + b"\n")
         for line in server.makefile():
             word, _, number = line.strip().partition(" ")
@@ -65,6 +73,20 @@ def submit(folder: Path, argv: Sequence[str]) -> int:
         return cli.run(argv, lambda tasks, leave_error: jobs.blame(tasks, leave_error, finished, died))
     print(f"error: {jobs.how_it_ended(died)} Run it again.", file=sys.stderr)
     return 1
+
+
+def side_of(verb: str) -> str:
+    """The side whose server runs a verb."""
+    return SIDES.get(verb, "other")
+
+
+def _is_on_host(argv: Sequence[str]) -> bool:
+    """Whether a job is known to hold no device: a port on XLA:CPU."""
+    spec = json.loads(argv[argv.index("--spec") + 1]) if "--spec" in argv else {}
+    device = spec.get("device")
+    if device == "auto":
+        device = os.environ.get("PJRT_DEVICE", "CPU")
+    return side_of(argv[0]) == "port" and device == "CPU"
 
 
 def _digest(value: Any) -> str:

@@ -2,8 +2,7 @@
 
 Under snakemake `python -m layerproof VERB` is a client. It hands its command line, directory and output to a server, which
 the first job starts, and waits; the server hands them to a runner, one that is idle or a new one, and a runner takes the
-next job when it has done this one. There is a server for each kind of environment: for ports, for what else has use for
-transformers, and for the rest.
+next job when it has done this one. There is a server for each side of `client.SIDES`.
 
 Where it matters a job is as alone as in a process of its own: a runner that dies takes only its own job with it, and the
 client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
@@ -33,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
-from layerproof.client import DIGITS, PORT
+from layerproof.client import BY_KIND, DEVICE, DIGITS, side_of
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
@@ -123,21 +122,23 @@ def _clear(address: Path) -> None:
 
 
 def _accept(listening: socket.socket, runners: list[_Runner]) -> None:
-    """Hands one client's job to a runner of its kind; idle ones of another kind are ended."""
+    """Hands one client's job to a runner of its kind; if it needs the device, idle ones of another kind are ended."""
     client, _ = listening.accept()
     client.settimeout(PATIENCE)
     try:
-        kind, outputs, *_ = socket.recv_fds(client, DIGITS, 2)
+        message, outputs, *_ = socket.recv_fds(client, DIGITS + 1, 2)
     except TimeoutError:  # it was stopped just now, and others wait
         outputs = []
     if len(outputs) != 2:
         client.close()
         return
     client.settimeout(None)
-    for idle in [runner for runner in runners if runner.client is None and runner.kind != kind]:
-        runners.remove(idle)
-        _end(idle)
-    runner = next((runner for runner in runners if runner.client is None), None)
+    kind, place = message[:DIGITS], message[DIGITS:]
+    idle = [runner for runner in runners if runner.client is None]
+    for other in [runner for runner in idle if runner.kind != kind] if place == DEVICE else []:
+        runners.remove(other)
+        _end(other)
+    runner = next((runner for runner in idle if runner.kind == kind), None)
     if runner is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -217,7 +218,7 @@ def run_jobs(control: socket.socket, server: int) -> None:
         os.chdir(request["directory"])
         with _printing_to(files[1:]):
             code = _exit_code(functools.partial(cli.run, request["argv"], apart))
-        if request["argv"][0] in PORT:
+        if side_of(request["argv"][0]) in BY_KIND:
             jobs.keep_what_ran()
         loaded = fingerprint.sources() | loaded
         failed |= code != 0 or any(written >= started for written in loaded.values())  # maybe after it was loaded
