@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -155,9 +156,9 @@ def _writing(path: Path) -> Iterator[h5py.File]:
 def _write_dataset(file: h5py.File, name: str, tensor: Tensor, valid: np.ndarray | None) -> None:
     data: Any = tensor.data
     chunks = None
-    if data.size and data.ndim > 1:  # whole tokens of one prompt, about CHUNK_BYTES of them
-        tokens = max(1, CHUNK_BYTES // data[0, 0].nbytes)
-        chunks = (1, min(data.shape[1], tokens), *data.shape[2:])
+    if data.size and data.ndim > 1:  # whole tokens of one prompt, CHUNK_BYTES of them at most
+        pieces = math.ceil(data.shape[1] / max(1, CHUNK_BYTES // data[0, 0].nbytes))
+        chunks = (1, math.ceil(data.shape[1] / pieces), *data.shape[2:])  # equal ones, as the last takes as much disk
     dataset = file.create_dataset(name, data=data, chunks=chunks, fletcher32=chunks is not None)
     # A tap of another shape is for the comparison to fail; it has no tokens to take statistics of.
     described = valid is None or tensor.shape[:2] == valid.shape
