@@ -13,10 +13,13 @@ import torch
 
 from layerproof import tensors
 from layerproof.metrics import LOG10_EDGES, PROBABILITIES, compare
+from layerproof.noise import measure as measure_noise
 from measure import Result
 
 SHAPE = (1, 4096, 3072)
 REPEATS = 3
+DRAWS = 5
+"""A golden and its variants, of which the noise is measured."""
 
 
 def one_by_one(port: torch.Tensor, golden: torch.Tensor, truth: torch.Tensor) -> None:
@@ -70,13 +73,17 @@ def run() -> list[Result]:
         tensors.write(path, {"tap": stored}, valid=valid)
         with h5py.File(path) as file:
             read = seconds(lambda: [file[f"tap/{name}"][...] for name in stored])
+    varied = [(truth * (1 + 2e-3 * torch.randn(SHAPE, generator=random))).bfloat16() for _ in range(DRAWS)]
+    draws = [tensors.to_array(of) for of in varied]
     arrays = [of.data for of in stored.values()]
     memory = seconds(lambda: [array.copy() for array in arrays])
     ours = seconds(lambda: compare(*stored.values(), valid=valid))
     theirs = seconds(lambda: one_by_one(port, golden, truth))
+    noise = seconds(lambda: measure_noise(draws, stored["truth"], valid))
     name = "x".join(map(str, SHAPE))
     return [
         Result(f"compare {name}", theirs / ours, "times as fast as torch", f"{theirs:.2f} s"),
         Result(f"compare {name}", ours / read, "of reading the files", f"{read:.3f} s"),
         Result(f"compare {name}", ours / memory, "of copying what is in them", f"{memory:.3f} s"),
+        Result(f"noise of {name}, {DRAWS} draws", noise / ours, "of comparing once", f"{ours:.3f} s"),
     ]

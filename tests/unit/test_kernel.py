@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from layerproof import fingerprint, kernel, metrics
+from layerproof import fingerprint, kernel, metrics, noise, noise_kernel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -23,27 +24,34 @@ print(sum(kernel._add.stats.cache_hits.values()), sum(kernel._add.stats.cache_mi
 """
 
 
-def test_compiled_code_depends_on_no_other_module():
+@pytest.mark.parametrize("module", [kernel, noise_kernel])
+def test_compiled_code_depends_on_no_other_module(module):
     """numba compiles it anew when its own file is edited, and at no other time."""
-    tree = ast.parse(Path(kernel.__file__).read_text())
+    tree = ast.parse(Path(module.__file__).read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and "layerproof" in node.module]
     imported = {alias.asname or alias.name for node in imports for alias in node.names}
-    compiled = [value.py_func for value in vars(kernel).values() if hasattr(value, "py_func")]
-    assert imported and len(compiled) > 3
-    assert not imported & {name for function in compiled for name in function.__code__.co_names}
+    assert imported and len(compiled(module)) > 3
+    assert not imported & {
+        name for function in compiled(module).values() for name in function.py_func.__code__.co_names
+    }
 
 
-def test_an_edit_of_any_of_it_is_seen():
+def compiled(module):
+    return {name: value for name, value in vars(module).items() if hasattr(value, "py_func")}
+
+
+@pytest.mark.parametrize(("module", "constants"), [(kernel, ["BF16_STEPS"]), (noise_kernel, [])])
+def test_an_edit_of_any_of_it_is_seen(module, constants):
     tap = metrics.Tensor(np.ones((1, 2, 3), np.float32), "float32")
     seen: fingerprint.Seen = {}
     with fingerprint.recording(seen):
         metrics.compare(tap, tap, tap, np.ones((1, 2), bool))
+        noise.measure([tap, tap], tap, np.ones((1, 2), bool))
     entries = fingerprint.fingerprints(seen)
-    compiled = [name for name, value in vars(kernel).items() if hasattr(value, "py_func")]
-    source = fingerprint._parse(Path(kernel.__file__))
-    for name in (*compiled, "BF16_STEPS"):
-        assert f"workflow/layerproof/kernel.py::={name}" in entries
-    assert source.compiled >= set(compiled)
+    source = fingerprint._parse(Path(module.__file__))
+    for name in (*compiled(module), *constants):
+        assert f"workflow/layerproof/{Path(module.__file__).name}::={name}" in entries
+    assert source.compiled >= compiled(module).keys()
 
 
 def test_where_the_library_is_read_only_compiled_code_is_kept_with_the_results(tmp_path):

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerproof import tensors
+from layerproof import metrics, tensors
 from layerproof.errors import StageError
 from layerproof.metrics import GROUP_LIMIT, LIMIT, Tensor, judge
-from layerproof.noise import Noise, measure, noise_of_taps
+from layerproof.noise import BALANCING, Noise, measure, noise_of_taps
 from layerproof.variants import last_bits_changed
 
 DRAWS = 5
@@ -50,6 +50,50 @@ def test_one_more_draw_of_the_noise_passes(shape, seed):
     tap = Tap(shape, seed)
     result = tap.judge(tap.draw())
     assert result["status"] == "pass", result["reason"]
+
+
+def fitted(draws, truth, compared):
+    """Factors of tokens and channels, and R of each row in units of the noise of the others, as their definition says."""
+    features = truth.reshape(truth.shape[0] * truth.shape[1], -1)
+    values = np.stack([draw.reshape(features.shape) for draw in draws])
+    keep = np.isfinite(features) & np.isfinite(values).all(axis=0) & compared.reshape(-1, 1)
+    exact, values = np.where(keep, features, 0), np.where(keep, values, 0)
+    rounded, expected = metrics.rounding_squares(exact)
+    squares = np.stack([*np.square(values - exact), rounded])
+    rounding = squares.mean() and squares.sum(axis=(1, 2)).mean() / expected.sum()
+    known = squares if rounding else np.broadcast_to(expected, squares.shape)
+    token, counts = np.ones((1, len(exact))), (keep.sum(axis=1), keep.sum(axis=0))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        for _ in range(BALANCING):
+            channel = metrics.relative(known, token.mean(axis=0)[:, None]).sum(axis=1) / counts[1]
+            token = metrics.relative(known, channel.mean(axis=0)).sum(axis=2) / counts[0]
+    ratios = []
+    for row in range(len(squares)):
+        others = np.arange(len(squares)) != row
+        model = token[others].mean(axis=0)[:, None] * channel[others].mean(axis=0) + (rounding or 1) * expected
+        ratios.append(np.sqrt(metrics.relative(squares[row], model / 2).sum() / max(keep.sum(), 1)))
+    return token.mean(axis=0).reshape(compared.shape), channel.mean(axis=0), max(1.0, *ratios)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(SHAPES),
+    st.integers(0, 2**32 - 1),
+    st.integers(-25, 25),
+    st.sampled_from([np.nan, np.inf, 0.0, 1e30]),
+    st.booleans(),
+)
+def test_the_fit_is_what_its_definition_says(shape, seed, exponent, odd, is_exact):
+    tap = Tap(shape, seed)
+    truth = (tap.truth * 10.0**exponent).astype(np.float32)
+    truth[tap.random.random(shape) < 0.1] = 0
+    draws = [truth if is_exact else (truth * (draw / tap.truth)).astype(np.float32) for draw in tap.draws]
+    draws[1] = np.where(tap.random.random(shape) < 0.05, np.float32(odd), draws[1])
+    noise = measure([fp32(draw) for draw in draws], fp32(truth), tap.valid)
+    token, channel, worst = fitted(np.float64(draws), np.float64(truth), tap.valid)
+    np.testing.assert_allclose(noise.token, token, rtol=1e-9)
+    np.testing.assert_allclose(noise.channel, channel, rtol=1e-9)
+    assert noise.band["weighted"] == pytest.approx(worst, rel=1e-9)
 
 
 def off(tap, where, factor=8):

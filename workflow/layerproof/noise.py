@@ -11,8 +11,10 @@ whatever the distribution of the errors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,15 +26,17 @@ from layerproof.metrics import (
     groups_of,
     is_finite,
     relative,
-    rounding_squares,
     token_numbers,
     unit_ratio,
 )
 from layerproof.routing import AFTER_ROUTER, experts_chosen, flips
 
+if TYPE_CHECKING:
+    from layerproof.noise_kernel import Block
+
 CHOICE = "router.choice"
 BALANCING = 3
-"""Rounds of fitting token and channel factors to each other; the fit is good to a percent after two or three."""
+"""Rounds of fitting token and channel factors to each other, 2 at least; the fit is good to a percent after two or three."""
 
 
 @dataclass(frozen=True)
@@ -114,99 +118,63 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
     All have shape [batch, seq, features...]; `compared` is bool [batch, seq], the tokens to look at; `experts` bool
     [batch, seq, experts], which token goes to which. Elements that are not finite in all of them are left out.
     """
-    errors = _Errors(draws, truth, compared)
-    token_count, channel_count, squares = errors.counts()
-    rounding = float(squares[:-1].mean() / squares[-1]) if squares[:-1].any() and squares[-1] else 1.0
-    token, channel = np.ones((1, len(token_count))), np.ones((1, len(channel_count)))
+    from layerproof import noise_kernel
+
+    tap = _Tap(draws, truth, compared)
+    features = math.prod(truth.shape[2:])
+    fit, expected = noise_kernel.Fit.zero(len(draws), compared.size, features), np.zeros(features)
+    for block in tap.blocks():
+        noise_kernel.count(fit, expected, block)
+    is_exact = not fit.squares[:-1].any()
+    rounding = 1.0 if is_exact or not fit.squares[-1] else float(fit.squares[:-1].mean() / fit.squares[-1])
+    by_token, by_channel = np.zeros_like(fit.token), np.zeros_like(fit.channel)
     with np.errstate(invalid="ignore", divide="ignore"):
-        for _ in range(BALANCING):
-            channel = errors.by_channel(token.mean(axis=0)) / channel_count
-            token = errors.by_token(channel.mean(axis=0)) / token_count
-    pooled = token.mean(axis=0).reshape(compared.shape), channel.mean(axis=0)
-    in_tokens, in_channels = errors.in_units(token, channel, rounding)
+        following = np.broadcast_to(expected, fit.channel.shape) if is_exact else fit.channel
+        fit = fit._replace(channel=following / fit.channel_counts)
+        for _ in range(BALANCING - 1):
+            following = np.zeros_like(fit.channel)
+            for block in tap.blocks():
+                noise_kernel.balance(fit, following, is_exact, block)
+            fit = fit._replace(channel=following / fit.channel_counts)
+        for block in tap.blocks():
+            noise_kernel.in_units(fit, by_token, by_channel, rounding, is_exact, block)
+    fit.token[:, fit.token_counts == 0] = np.nan
     kinds = {
-        "weighted": (in_tokens.sum(axis=1, keepdims=True), token_count.sum(keepdims=True)),
-        "token": (in_tokens, token_count),
-        **groups_of(in_channels, channel_count, truth.shape),
-        **({} if experts is None else {"expert": by_expert(in_tokens, token_count, experts)}),
+        "weighted": (by_token.sum(axis=1, keepdims=True), fit.token_counts.sum(keepdims=True)),
+        "token": (by_token, fit.token_counts),
+        **groups_of(by_channel, fit.channel_counts, truth.shape),
+        **({} if experts is None else {"expert": by_expert(by_token, fit.token_counts, experts)}),
     }
     # A draw alone, such as a lookup, shows nothing of the others: its band is 1.
     band = {
         kind: max(_worst(unit_ratio(row[None], count)) for row in sums) if len(draws) > 1 else 1.0
         for kind, (sums, count) in kinds.items()
     }
-    return Noise(compared, *pooled, rounding, {kind: max(1.0, R) for kind, R in band.items()})
+    token, channel = fit.token.mean(axis=0).reshape(compared.shape), fit.channel.mean(axis=0)
+    return Noise(compared, token, channel, rounding, {kind: max(1.0, R) for kind, R in band.items()})
 
 
 def _worst(ratios: np.ndarray) -> float:
     return 1.0 if np.isnan(ratios).all() else float(np.nanmax(ratios))
 
 
-class _Errors:
-    """Squared errors of the draws, read block by block as often as they are needed."""
+@dataclass(frozen=True)
+class _Tap:
+    """The draws of a tap and their truth, read block by block as often as they are needed."""
 
-    def __init__(self, draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray) -> None:
-        self.draws, self.truth, self.compared = draws, truth, compared
-        self.features = int(np.prod(truth.shape[2:]))
-        self.is_exact = False
+    draws: Sequence[Tensor]
+    truth: Tensor
+    compared: np.ndarray
 
-    def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Token numbers [tokens], which elements count [tokens, features], and squared errors [rows, tokens, features].
+    def blocks(self) -> Iterator[Block]:
+        from layerproof.noise_kernel import Block
 
-        Rows are the draws, the rounding of the truth to bf16, and what is expected of a rounding.
-        """
         for rows, columns in blocks(self.truth.shape, CHUNK_ELEMENTS):
-            exact = self.truth.floats(self.truth.read(rows, columns))
-            values = [draw.floats(draw.read(rows, columns)) for draw in self.draws]
-            keep = np.logical_and.reduce([is_finite(of) for of in (exact, *values)])
-            keep &= self.compared[rows, columns].reshape(-1)[:, None]
-            exact[~keep] = 0.0
-            squares = [np.square(np.where(keep, of, 0.0) - exact) for of in values]
-            yield (
-                token_numbers(rows, columns, self.compared.shape[1]),
-                keep,
-                np.stack((*squares, *rounding_squares(exact))),
+            truth, *draws = (of.as_numpy(of.read(rows, columns)) for of in (self.truth, *self.draws))
+            dtype = np.float64 if any(of.dtype == np.float64 for of in (truth, *draws)) else np.float32
+            yield Block(
+                np.ascontiguousarray(token_numbers(rows, columns, self.compared.shape[1]), np.int64),
+                self.compared[rows, columns].reshape(-1),
+                np.ascontiguousarray(truth, dtype),
+                np.stack(draws).astype(dtype),
             )
-
-    def counts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Elements compared by token and by channel, and the sum of squares of each row."""
-        token_count, channel_count = np.zeros(self.compared.size), np.zeros(self.features)
-        sums = np.zeros(len(self.draws) + 2)
-        for where, keep, squares in self.blocks():
-            token_count[where] = keep.sum(axis=1)
-            channel_count += keep.sum(axis=0)
-            sums += squares.sum(axis=(1, 2))
-        self.is_exact = not sums[:-1].any()
-        return token_count, channel_count, sums
-
-    def by_channel(self, token: np.ndarray) -> np.ndarray:
-        """Sums over the tokens of squared errors in units of `token`: [draws and rounding, features]."""
-        sums = np.zeros((len(self.draws) + 1, self.features))
-        for where, _, squares in self.blocks():
-            sums += relative(self._known(squares), token[where, None]).sum(axis=1)
-        return sums
-
-    def by_token(self, channel: np.ndarray) -> np.ndarray:
-        """Sums over the features of squared errors in units of `channel`: [draws and rounding, tokens]."""
-        sums = np.zeros((len(self.draws) + 1, self.compared.size))
-        for where, _, squares in self.blocks():
-            sums[:, where] = relative(self._known(squares), channel).sum(axis=2)
-        return sums
-
-    def in_units(self, token: np.ndarray, channel: np.ndarray, rounding: float) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of squared errors in units of the noise of the others, by token and by channel: [draws and rounding, ...]."""
-        rows = range(len(self.draws) + 1)
-        others = [np.arange(len(rows)) != row for row in rows]
-        of_token, of_channel = ([factor[of].mean(axis=0) for of in others] for factor in (token, channel))
-        by_token = np.zeros((len(rows), self.compared.size))
-        by_channel = np.zeros((len(rows), self.features))
-        for where, _, squares in self.blocks():
-            for row in rows:
-                units = relative(squares[row], _model(of_token[row][where], of_channel[row], rounding * squares[-1]))
-                by_token[row, where] = units.sum(axis=1)
-                by_channel[row] += units.sum(axis=0)
-        return by_token, by_channel
-
-    def _known(self, squares: np.ndarray) -> np.ndarray:
-        """Rows of the draws and of the rounding; of a lookup, which is exact, what is expected of a rounding."""
-        return np.broadcast_to(squares[-1], squares[:-1].shape) if self.is_exact else squares[:-1]

@@ -28,6 +28,7 @@ def golden_spec(**settings):
     return spec(
         "torch",
         "transformers",
+        "numba",
         *(["accelerate"] if SETTINGS["golden"]["mode"] == "whole" else []),
         checkpoint_dir=CHECKPOINT,
         trust_remote_code=SETTINGS["model"]["trust_remote_code"],
