@@ -1,20 +1,62 @@
-"""The whole MiniMax-M2 on paper: what `results/prediction.json` says of all 62 layers, in bf16, by length of the prompt."""
+"""The whole MiniMax-M2 on paper: what `results/prediction.json` says of all 62 layers, in bf16, by length of the prompt; and
+how long a run would take on machines that were not here, and cost.
+
+The time of a layer is that of reading its weights, at the speed of the machine's disk; of its matrix products, at EFFICIENCY
+of what the device's vendor says; of the work on its taps, measured here on one core; and JOBS. Machines differ and prices
+change: MACHINES is the place to put yours.
+"""
 
 from __future__ import annotations
 
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerproof import loading, prediction
+import numpy as np
+import torch
+
+from layerproof import loading, prediction, tensors
 from layerproof.files import write_json
+from layerproof.metrics import compare
+from layerproof.noise import noise_of_taps
 from layerproof.stages import all_stages
 from layerproof.tokens import pad
+from layerproof.variants import VARIANTS
 from measure import Result
 from memory import CONFIG, shapes
 
 FULL = CONFIG | {"num_hidden_layers": 62, "vocab_size": 200064, "attn_type_list": [1] * 62}
 LENGTHS = (512, 4096)
+EFFICIENCY = 0.3
+"""Of a device's peak, in products as large as these."""
+JOBS = 3.0
+"""Seconds that Snakemake and the processes take for all jobs of a stage (benchmarks/overhead.py), rounded up."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with a golden on one of its GPUs, or a port on one of its cores: peaks of the device in FLOP/s for bf16 and
+    fp32, bytes/s of the local disks, and US dollars for an hour.
+    """
+
+    name: str
+    bf16: float
+    fp32: float
+    disk: float
+    hour: float
+
+
+# Peaks by NVIDIA's data sheets (dense) and the Neuron documentation (a trn2 chip's 667 TFLOP/s over 8 cores). One NVMe disk
+# is taken for 3 GB/s, eight for 8. Prices of AWS's Capacity Blocks in US East (Ohio): of January 2025, of trn2 of May 2026.
+MACHINES = {
+    "golden": (
+        Machine("1 x H100, an eighth of p5.48xlarge", 989e12, 67e12, 3e9, 4.916),
+        Machine("8 x A100, p4d.24xlarge, one in use", 312e12, 19.5e12, 8e9, 14.75),
+    ),
+    "port": (Machine("trn2.48xlarge, one core in use", 83e12, 21e12, 8e9, 35.7608),),
+}
 
 
 def predict(directory: Path, length: int) -> dict[str, Any]:
@@ -35,9 +77,79 @@ def predict(directory: Path, length: int) -> dict[str, Any]:
     return prediction.predict(directory, descriptions, pad([[7] * length], 0), {**sides, "trust_remote_code": False})
 
 
+def products(length: int) -> float:
+    """Floating-point operations of one run of a layer on a prompt: of weights by tokens, and of the attention's scores."""
+    hidden, inner, head = (FULL[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = (FULL[key] * head for key in ("num_attention_heads", "num_key_value_heads"))
+    weights = 2 * hidden * (queries + keys) + hidden * (
+        3 * inner * FULL["num_experts_per_tok"] + FULL["num_local_experts"]
+    )
+    return 2 * length * weights + 4 * queries * length**2
+
+
+def seconds_by_element() -> dict[str, float]:
+    """What a side does with its taps, on one core of this machine, by element of a tap in bf16: the golden writes them and
+    its truth and measures the noise; the port writes them, and they are compared.
+    """
+    shape = (1, 512, FULL["hidden_size"])
+    random = torch.Generator().manual_seed(0)
+    exact = torch.randn(shape, generator=random)
+    taps = [(exact * (1 + 2e-3 * torch.randn(shape, generator=random))).bfloat16() for _ in range(1 + len(VARIANTS))]
+    truth, (golden, *variants) = tensors.to_array(exact), map(tensors.to_array, taps)
+    valid = np.ones(shape[:2], bool)
+    with tempfile.TemporaryDirectory(prefix="layerproof-scale-") as directory:
+
+        def of_golden() -> None:
+            groups = {"golden": {"out": golden}, "truth": {"out": truth}}
+            tensors.write(Path(directory) / "golden.h5", groups, valid=valid)
+            noise_of_taps({"out": golden}, [{"out": one} for one in variants], {"out": truth}, valid)
+
+        def of_port() -> None:
+            tensors.write(Path(directory) / "port.h5", {"port": {"out": golden}}, valid=valid)
+            compare(golden, golden, truth, valid)
+
+        found = {}
+        for side, work in (("golden", of_golden), ("port", of_port)):
+            work()  # compiles
+            started = time.process_time()
+            work()
+            found[side] = (time.process_time() - started) / exact.numel()
+    return found
+
+
+def hours(found: dict[str, Any], length: int, by_element: dict[str, float]) -> list[Result]:
+    """Time and cost of one side of the run on each machine."""
+    results = []
+    layers = FULL["num_hidden_layers"]
+    layer = found["stages"]["layer_000"]
+    elements = layer["files"] / 10  # in bf16 of the golden and twice of the port, in fp32 of the truth
+    for side, machines in MACHINES.items():
+        for machine in machines:
+            # The golden, its variants and what strays along the noise; the port with taps and without.
+            runs = 2 + len(VARIANTS) if side == "golden" else 2
+            compute = runs * products(length) / (EFFICIENCY * machine.bf16)
+            compute += products(length) / (EFFICIENCY * machine.fp32) if side == "golden" else 0.0
+            parts = {
+                "reading": layer["weights"][side] / machine.disk,
+                "products": compute,
+                "taps": elements * by_element[side],
+                "jobs": JOBS,
+            }
+            said = ", ".join(f"{part} {value:.1f} s" for part, value in parts.items())
+            total = layers * sum(parts.values()) / 3600
+            name = f"62 layers, 1 x {length} tokens: {side}, {machine.name}"
+            results.append(Result(name, total, "hours", f"a layer: {said}"))
+            results.append(Result(f"{name}: cost", total * machine.hour, "US dollars", f"{machine.hour} an hour"))
+    return results
+
+
 def run() -> list[Result]:
     """The figures for each length."""
     results = []
+    torch.set_num_threads(1)
+    by_element = seconds_by_element()
+    for side, seconds in by_element.items():
+        results.append(Result(f"work on taps, {side}", seconds * 1e9, "ns an element", "one core of this machine"))
     for length in LENGTHS:
         with tempfile.TemporaryDirectory(prefix="layerproof-scale-") as directory:
             found = predict(Path(directory), length)
@@ -52,4 +164,5 @@ def run() -> list[Result]:
             ("tensors in results/", found["files"]),
         ):
             results.append(Result(f"62 layers, 1 x {length} tokens: {name}", size / 1e9, "GB", baseline))
+        results += hours(found, length, by_element)
     return results
