@@ -18,6 +18,7 @@ if not os.access(Path(__file__).parent, os.W_OK):  # as in a container: compiled
 
 import numba
 
+from layerproof.fingerprint import unrecorded
 from layerproof.metrics import CLOSE_ABSOLUTE, CLOSE_RELATIVE, FLOAT32_MAX, PATTERN_BINS, PATTERN_SHIFT, R_MAX, bf16_ulp
 
 SPREADS = ("abs", "rel", "port", "golden", "ulp")
@@ -107,17 +108,18 @@ class Sums(NamedTuple):
         """
         wide = np.float64 if any(of.dtype == np.float64 for of in values) else np.float32
         token, channel, rounding = noise or (self.unit_tokens, self.unit_channels, 0.0)
-        return _add(
-            self,
-            Constants(),
-            np.ascontiguousarray(numbers, np.int64),
-            np.ascontiguousarray(kept),
-            tuple(np.ascontiguousarray(of, wide) for of in values),
-            tuple(np.ascontiguousarray(of) for of in patterns or [np.zeros((0, 0), np.int16)] * 2),
-            patterns is not None,
-            (np.ascontiguousarray(token), np.ascontiguousarray(channel), float(rounding)),
-            noise is not None,
-        )
+        with unrecorded():  # the first call compiles
+            return _add(
+                self,
+                Constants(),
+                np.ascontiguousarray(numbers, np.int64),
+                np.ascontiguousarray(kept),
+                tuple(np.ascontiguousarray(of, wide) for of in values),
+                tuple(np.ascontiguousarray(of) for of in patterns or [np.zeros((0, 0), np.int16)] * 2),
+                patterns is not None,
+                (np.ascontiguousarray(token), np.ascontiguousarray(channel), float(rounding)),
+                noise is not None,
+            )
 
 
 @numba.njit(cache=True, error_model="numpy")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerproof.fingerprint import unrecorded
 from layerproof.kernel import Constants, numba  # which says where compiled code is kept
 
 
@@ -56,7 +57,8 @@ def count(fit: Fit, expected: np.ndarray, block: Block) -> None:
     """Adds a block to the counts and to the sums of squares: in all, and by channel in `fit.channel`; what is expected of
     the rounding by channel to `expected` [features].
     """
-    _count(fit, expected, Constants(), block)
+    with unrecorded():  # the first call compiles, here and below
+        _count(fit, expected, Constants(), block)
 
 
 def balance(fit: Fit, following: np.ndarray, is_exact: bool, block: Block) -> None:
@@ -64,7 +66,8 @@ def balance(fit: Fit, following: np.ndarray, is_exact: bool, block: Block) -> No
     counts, is the next `fit.channel` by these tokens. If all draws are exact, their errors are taken to be those expected of
     a rounding.
     """
-    _balance(fit, following, fit.channel.mean(axis=0), is_exact, Constants(), block)
+    with unrecorded():
+        _balance(fit, following, fit.channel.mean(axis=0), is_exact, Constants(), block)
 
 
 def in_units(
@@ -75,7 +78,8 @@ def in_units(
     """
     channel = fit.channel.mean(axis=0)
     others = (fit.channel.sum(axis=0) - fit.channel) / (len(fit.channel) - 1)
-    _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, Constants(), block)
+    with unrecorded():
+        _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, Constants(), block)
 
 
 @numba.njit(cache=True, error_model="numpy")
