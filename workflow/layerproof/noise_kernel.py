@@ -77,7 +77,7 @@ def in_units(
     of squared errors in units of the noise of the other rows; `rounding` is `Noise.rounding`.
     """
     channel = fit.channel.mean(axis=0)
-    others = (fit.channel.sum(axis=0) - fit.channel) / (len(fit.channel) - 1)
+    others = np.stack([np.delete(fit.channel, row, axis=0).mean(axis=0) for row in range(len(fit.channel))])
     with unrecorded():
         _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, Constants(), block)
 
@@ -181,9 +181,11 @@ def _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, co
             continue
         number = block.numbers[row]
         _set_squares(block, row, constants, exact, squares, keep)
-        mean = _set_token(fit, number, channel, is_exact, squares, most)
+        _set_token(fit, number, channel, is_exact, squares, most)
         for of in range(rows):
-            other = (mean * rows - fit.token[of, number]) / (rows - 1)
+            other = 0.0  # summed, since a difference would lose small ones beside a large one
+            for draw in range(rows):
+                other += fit.token[draw, number] / (rows - 1) if draw != of else 0.0
             total = 0.0
             for c in range(features):
                 noise = (other * others[of, c] + rounding * squares[rows, c]) / 2
