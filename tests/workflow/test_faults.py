@@ -116,7 +116,7 @@ def test_a_job_whose_process_is_killed_says_so(workflow):
     process = subprocess.Popen(workflow.command(), **workflow.options())
     log = workflow.results / "logs/weights.log"
     at_work(process, "layerproof weights", log)
-    (worker,) = [one for one in psutil.process_iter(["cmdline"]) if printing_to(one, log)]
+    (worker,) = [one for one in psutil.process_iter() if printing_to(one, log)]
     worker.kill()
     text, _ = process.communicate()
     assert process.returncode != 0 and "killed by SIGKILL (out of memory, or killed by hand)" in text
@@ -137,9 +137,7 @@ def at_work(process, words, log):
 
 def printing_to(process, log):
     with contextlib.suppress(psutil.Error):
-        return "layerproof.worker" in process.info["cmdline"] and str(log) in {
-            file.path for file in process.open_files()
-        }
+        return "layerproof.worker" in process.cmdline() and str(log) in {file.path for file in process.open_files()}
     return False
 
 

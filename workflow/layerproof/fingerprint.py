@@ -82,9 +82,25 @@ if sys.version_info >= (3, 12):
                 sys.monitoring.free_tool_id(TOOL)
 
     def _on_start(code: CodeType, offset: int) -> Any:
-        if _recordings:
+        if _recordings and threading.get_ident() not in _unrecorded:
             _add(code)
         return sys.monitoring.DISABLE
+
+    @contextlib.contextmanager
+    def _not_called_back() -> Iterator[None]:
+        """Has what runs for the first time on this thread count as not seen."""
+        thread = threading.get_ident()
+        outer = thread in _unrecorded
+        _unrecorded.add(thread)
+        try:
+            yield
+        finally:
+            if not outer:
+                _unrecorded.remove(thread)
+            sys.monitoring.restart_events()
+
+    _unrecorded: set[int] = set()
+    """Threads that are not recorded just now."""
 
 else:
 
@@ -105,18 +121,23 @@ else:
         if event == "call" and _recordings:
             _add(frame.f_code)
 
+    @contextlib.contextmanager
+    def _not_called_back() -> Iterator[None]:
+        """Takes the profile function away from this thread."""
+        outer = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            yield
+        finally:
+            sys.setprofile(outer)
 
-@contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    """For imports of packages and of what is ours, which counts by the names that use it, and for calls of packages that
-    call nothing of ours. Before Python 3.12 recording makes them take twice as long.
+
+def unrecorded() -> contextlib.AbstractContextManager[None]:
+    """For imports of packages and of what is ours, which counts by the names that use it: the body of a class runs once in
+    a process, and would count for the job that came first. And for calls of packages that call nothing of ours. Before
+    Python 3.12 recording makes them take twice as long.
     """
-    outer = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(outer)
+    return _not_called_back()
 
 
 def _add(code: CodeType) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from layerproof.fingerprint import unrecorded
 from layerproof.metrics import (
     CHUNK_ELEMENTS,
     Tensor,
@@ -118,7 +119,8 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
     All have shape [batch, seq, features...]; `compared` is bool [batch, seq], the tokens to look at; `experts` bool
     [batch, seq, experts], which token goes to which. Elements that are not finite in all of them are left out.
     """
-    from layerproof import noise_kernel
+    with unrecorded():
+        from layerproof import noise_kernel
 
     tap = _Tap(draws, truth, compared)
     features = math.prod(truth.shape[2:])

@@ -1,7 +1,7 @@
 """The passes over a tap in which its noise is fitted, compiled: squared errors of a token stay in the processor's cache.
 
 Everything is fp64. numba keeps compiled code until this file is edited and does not look at others, so what comes from
-metrics.py is an argument (`kernel.Constants`).
+metrics.py is an argument (`Constants`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from layerproof.fingerprint import unrecorded
-from layerproof.kernel import Constants, numba  # which says where compiled code is kept
+from layerproof.kernel import BF16_STEPS, numba  # which says where compiled code is kept
+from layerproof.metrics import FLOAT32_MAX, R_MAX
+
+
+class Constants(NamedTuple):
+    """Not `kernel.Constants`: what only concerns comparisons is no reason to run the golden again."""
+
+    largest_ratio: float = R_MAX
+    largest: float = FLOAT32_MAX
+    steps: np.ndarray = BF16_STEPS
 
 
 class Block(NamedTuple):

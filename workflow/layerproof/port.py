@@ -326,9 +326,10 @@ def _entry(tensor: torch.Tensor, sources: Iterable[str]) -> dict[str, Any]:
 
 def _prepare_transformers(job: _Job) -> _Ready:
     """The unmodified transformers stage. Only its experts run in a form of fixed shape, which compilers need."""
-    from layerproof import loading
-    from layerproof.experts import STATIC_EXPERTS, register
-    from layerproof.transformers_stage import run_stage, stage_module
+    with unrecorded():
+        from layerproof import loading
+        from layerproof.experts import STATIC_EXPERTS, register
+        from layerproof.transformers_stage import run_stage, stage_module
 
     register()
     directory, trust = job.runner.directory, job.runner.settings["trust_remote_code"]
