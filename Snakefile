@@ -7,6 +7,7 @@
 #     -> results/audit.json                                 what became of the weights
 #     -> results/compare/STAGE.json, results/compare/chain/A-B.json                     how far apart they are
 #     -> results/forced/STAGE.h5 -> results/diagnosis/STAGE.json    where a stage goes wrong, and why -> results/verdicts.json
+#     -> results/trimmed/STAGE.json                         of stages that pass the taps are dropped, if that is asked for
 #     -> results/plots/ -> results/report.html -> results/manifest.json -> results/archive/RUN.zip
 #
 # Any of these files is a target. results/records/ mirrors them with what each was made from.
@@ -27,6 +28,7 @@ include: "workflow/rules/port.smk"
 include: "workflow/rules/audit.smk"
 include: "workflow/rules/compare.smk"
 include: "workflow/rules/diagnose.smk"
+include: "workflow/rules/trim.smk"
 include: "workflow/rules/report.smk"
 
 

@@ -65,7 +65,7 @@ def main(directory: Path) -> None:
     audited = audit.audit(descriptions, files["golden"], files["port"], settings["port"]["dtype"])
     diagnoses = [verdicts.undiagnosed(stage) for stage in stages]
     verdict = verdicts.collect(comparisons, [], diagnoses)
-    shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, foretold, [])
+    shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, foretold, [], [])
     write_text(results / "report.html", report.render(TEMPLATE, *shown, settings))
 
 

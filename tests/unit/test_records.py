@@ -1,6 +1,7 @@
 """When a job is stale and why, and the stamps by which the planner learns what it cannot see itself."""
 
 import dataclasses
+import hashlib
 import os
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from layerproof import fingerprint
+from layerproof import fingerprint, trimming
 from layerproof.files import sha256
 from layerproof.records import NEW, Record, Stamps, describe_output, described, is_whole, why_stale
 
@@ -53,7 +54,11 @@ class Job:
         dataclasses.replace(self.record, **changes).write(self.path)
 
     def stamp(self):
-        return Stamps(self.records, self.records / "stamps").value("port/layer_000")
+        return stamps(self).value("port/layer_000")
+
+
+def stamps(job, wants_whole=lambda job: False):
+    return Stamps(job.records, job.records / "stamps", wants_whole)
 
 
 def damage(path):
@@ -182,12 +187,12 @@ def test_outputs_that_are_not_there_are_not_described(job):
 
 
 def test_stamp_of_a_job_without_a_record(job):
-    assert Stamps(job.records, job.records / "stamps").value("port/none") == "new"
+    assert stamps(job).value("port/none") == "new"
 
 
 def test_stamp_file_is_written_when_the_job_has_to_run_and_only_then(job):
     def stamp_file():
-        path = Path(Stamps(job.records, job.records / "stamps").file("port/layer_000", job.spec))
+        path = Path(stamps(job).file("port/layer_000", job.spec))
         return path, path.stat().st_mtime_ns, path.read_text()
 
     first = stamp_file()
@@ -201,11 +206,45 @@ def test_stamp_file_is_written_when_the_job_has_to_run_and_only_then(job):
 
 def test_stamp_file_follows_the_settings(job):
     def content(spec):
-        return Path(Stamps(job.records, job.records / "stamps").file("port/layer_000", spec)).read_text()
+        return Path(stamps(job).file("port/layer_000", spec)).read_text()
 
     before = content(job.spec)
     assert content({"stage": "layer_000"}) == before, "a job's record may hold more than its rule's settings"
     assert content({"limit": 2.0}) != before
+
+
+def trim(job):
+    """Puts a file in the place of the first output that stands for it and has its time."""
+    output = job.outputs[0]
+    status, digest = output.stat(), sha256(output)
+    own = hashlib.sha256(b"rest").hexdigest()
+    head = f"{trimming.MAGIC.decode()} {digest} {status.st_size} {own}".encode()
+    output.write_bytes(head.ljust(trimming.BLOCK_BYTES, b"\0") + b"rest")
+    os.utime(output, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_trimmed_file_is_as_good_as_the_whole_one(job):
+    job.rewrite(inputs={str(job.outputs[0]): sha256(job.outputs[0])})
+    trim(job)
+    assert job.stale(inputs=[job.outputs[0]]) is None, "neither as output nor as input"
+    assert job.stamp() == "old"
+    damage(job.outputs[0])
+    assert "damaged" in job.stale(inputs=[job.outputs[0]])
+    touch(job.outputs[0])
+    assert job.stamp() != "old"
+
+
+def test_a_trimmed_file_is_made_again_where_the_whole_one_is_wanted(job):
+    def wanted(name):
+        assert name == "port/layer_000"
+        return True
+
+    assert stamps(job, wanted).value("port/layer_000") == "old"
+    trim(job)
+    again = stamps(job, wanted)
+    assert again.value("port/layer_000") != "old"
+    assert not again.is_stale("port/layer_000", job.spec), "by itself it would not have to run"
+    assert again.is_stale("port/layer_000", {"limit": 2.0}) and again.is_stale("port/none", {})
 
 
 def test_stamp_is_stable(job):

@@ -21,10 +21,13 @@ def sentences(comparisons, chains=(), diagnoses=()):
     return report.verdict_sentences(verdicts, comparisons, chains, diagnoses, reports.LIMIT)
 
 
-def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings=(), **config):
+def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings=(), trimmed=(), **config):
     verdicts = reports.collect(comparisons, chains, diagnoses)
     settings = reports.CONFIG | config
-    books = reports.audit(comparisons, *findings), reports.prediction(comparisons), reports.preflights()
+    books = (
+        *(reports.audit(comparisons, *findings), reports.prediction(comparisons)),
+        *([{"files": files} for files in trimmed], reports.preflights()),
+    )
     return report.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, plots or {}, unused, *books, settings)
 
 
@@ -436,6 +439,15 @@ def test_weights_are_told_once_for_stages_that_are_alike():
     assert page.count("7.34 GB BF16, 3.15 MB F32 7.34 GB bfloat16 7.34 GB bfloat16, 2.05 kB float32 7.9 GB 7.6 GB") == 1
     assert "Every tensor on disk is used once and in full" in page
     assert "8 x A100 80 GB golden fits does not fit 9" in page
+
+
+def test_what_was_dropped_of_stages_that_pass_is_told():
+    comparisons, chains = reports.good()
+    assert "Dropped of stages" not in render(comparisons, chains)
+    files = {"a.h5": {"bytes": 1_000_000, "whole_bytes": 5_000_000}, "b.h5": {"bytes": 0, "whole_bytes": 2_000_000}}
+    page = words(render(comparisons, chains, trimmed=[files, {}]))
+    assert "Dropped of stages that pass 6 MB of 7 MB" in page
+    assert "Of these kept with compare.taps: auto, if all stages pass 250 MB" in page
 
 
 def test_a_finding_is_told_once_with_all_stages_that_have_it():

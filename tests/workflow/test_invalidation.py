@@ -13,6 +13,8 @@ import pytest
 from runs import REPOSITORY, Workflow
 from safetensors.torch import load_file, save_file
 
+from layerproof import trimming
+from layerproof.files import sha256
 from models import save
 
 pytestmark = pytest.mark.workflow
@@ -95,6 +97,12 @@ def test_nothing_changed(workflow):
     outcome = workflow.run(target="all")
     assert outcome.started == 0 and not outcome.made
     assert "Nothing to be done" in outcome.text
+
+
+def test_snakemake_looks_for_jobs_when_one_has_ended_and_not_all_the_time(workflow):
+    outcome = workflow.run("--verbose", "--forcerun", "compare_stage", "plot_stage", target="all")
+    assert outcome.started > 2 * len(STAGES)
+    assert outcome.text.count("Ready jobs:") <= outcome.started + 1
 
 
 def test_touched_files(workflow):
@@ -283,3 +291,41 @@ def test_any_target_alone(workflow):
     assert (bisection["first_wrong"], bisection["last_right"]) == ("layer_000", "embed"), "attention was edited above"
     with zipfile.ZipFile(workflow.results / "archive/alone.zip") as archive:
         assert "results/bisect.json" in archive.namelist(), "asked for, so part of the run"
+
+
+def test_taps_of_stages_that_pass_are_dropped_and_made_again_for_a_job_that_reads_them(workflow):
+    """Nothing else runs for it, and they are what they were."""
+    workflow.edit(
+        "port.py", ("logits.float().sigmoid()", "logits.float().softmax(-1)"), ("* dim**-0.25", "* dim**-0.5")
+    )
+    workflow.edit("port.py", ("return x * 1.01", "return x * 1.0"))
+    run(workflow)
+    files = [workflow.results / f"{side}/{stage}.h5" for side in ("golden", "port") for stage in STAGES]
+    whole = {path: sha256(path) for path in files}
+    dropped = {f"golden/{stage}.h5" for stage in STAGES} | isolated(STAGES)
+
+    workflow.configure(compare={"taps": "auto"})
+    trimmed = {f"trimmed/{stage}.json" for stage in STAGES}
+    assert run(workflow) == {*trimmed, *dropped, "report.html", "manifest.json"}
+    layer = workflow.results / "golden/layer_001.h5"
+    assert layer.stat().st_size < trimming.read(layer).whole_bytes
+    assert {path: trimming.digest(path) for path in files} == whole
+    assert started(workflow) == 0
+
+    workflow.edit("port.py", ("* dim**-0.5", "* dim**-0.25"))
+    made = run(workflow)
+    again = {*golden(LAYERS), *isolated(LAYERS), *compared(LAYERS), *diagnosed(LAYERS), *plotted(LAYERS)}
+    assert made == {*again, *chained(STAGES[1:]), *TELLING, *(f"trimmed/{stage}.json" for stage in LAYERS)}
+    assert all((trimming.read(path) is None) == (path.stem in LAYERS) for path in files), "suspects have all taps"
+    assert {path: trimming.digest(path) for path in files if "golden" in path.parts} == {
+        path: digest for path, digest in whole.items() if "golden" in path.parts
+    }
+    assert started(workflow) == 0
+
+    workflow.configure(compare={"taps": "all"})
+    passing = [stage for stage in STAGES if stage not in LAYERS]
+    assert run(workflow) == {*golden(passing), *isolated(passing), "report.html", "manifest.json"}
+    assert {path: sha256(path) for path in files if path.stem not in LAYERS} == {
+        path: digest for path, digest in whole.items() if path.stem not in LAYERS
+    }
+    assert started(workflow) == 0

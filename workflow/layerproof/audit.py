@@ -75,9 +75,9 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
         result["golden"] = _by_dtype((held["dtype"], bytes_on_disk(held)) for held in golden.values())
         conversion = tensors.read_document(port_file, tensors.CONVERSION)
         with tensors.reading(golden_file) as file:
-            wanted = {name: tap.dtype for name, tap in tensors.taps(file, "golden").items()}
+            wanted = tensors.dtypes(file, "golden")
         with tensors.reading(port_file) as file:
-            found = {name: tap.dtype for name, tap in tensors.taps(file, "port").items()}
+            found = tensors.dtypes(file, "port")
     except StageError:
         return result
     held = {name: one["dtype"] for name, one in golden.items()}

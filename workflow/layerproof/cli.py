@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerproof import fingerprint, jobs, manifest, verdicts
+from layerproof import fingerprint, jobs, manifest, trimming, verdicts
 from layerproof.errors import StageError, UserError
 from layerproof.files import read_json, write_json, write_text
 from layerproof.fingerprint import unrecorded
@@ -144,7 +144,8 @@ def make_port(args: argparse.Namespace) -> None:
             raise StageError(description["error"])
         fed = tensors.read_stage_input(before, source) if before else None
         output = output.absolute()  # before the port's code runs, which may change the directory
-        return port.make_stage(start(), output.stem, description, fed, output)
+        run = port.chain_stage if "chain" in args.spec else port.make_stage
+        return run(start(), output.stem, description, fed, output)
 
     tasks: list[tuple[jobs.Job, jobs.Work]] = []
     before, source = _only(args.previous), "golden/out"
@@ -172,6 +173,7 @@ def make_forced(args: argparse.Namespace) -> None:
         with unrecorded():
             from layerproof import port, tokens
 
+        trimming.require_whole(args.golden)
         golden = tensors.read_group(args.golden[0], "golden")
         fed = tensors.read_stage_input(previous, "golden/out") if previous else None
         prompts, description = tokens.Tokens.read(args.tokens), read_json(args.weights[0])
@@ -196,6 +198,7 @@ def make_diagnosis(args: argparse.Namespace) -> None:
         with unrecorded():
             import transformers.modeling_utils  # noqa: F401
 
+        trimming.require_whole([*args.golden, *args.port])
         # Recorded: the dictionary of faults is filled when it is imported, by functions that no other code names.
         from layerproof import diagnose, tokens
 
@@ -226,6 +229,7 @@ def make_comparison(args: argparse.Namespace) -> None:
         with unrecorded():
             from layerproof import compare, tokens
 
+        trimming.require_whole([*args.golden, *args.port])
         valid = tokens.Tokens.read(args.tokens).valid
         content = compare.compare_stage(
             args.spec["stage"], args.golden[0], args.noise[0], args.port[0], valid, args.spec["limit"]
@@ -342,6 +346,21 @@ def make_audit(args: argparse.Namespace) -> None:
     jobs.run(_job(args, [*args.weights, *args.golden, *args.port]), work)
 
 
+def make_trimmed(args: argparse.Namespace) -> None:
+    """Drops the taps of a stage that passes. Not the job of the one that made them: others read them first."""
+    (output,) = args.outputs
+    files = [*args.golden, *args.port] if read_json(args.comparison)["status"] == "pass" else []
+    if any(trimming.read(path) is None for path in files):  # also such as were made again, with the content they had
+        output.unlink(missing_ok=True)
+
+    def work() -> None:
+        trimmed = [trimming.trim(path) for path in files]
+        kept = {str(one.path): {"bytes": one.path.stat().st_size, "whole_bytes": one.whole_bytes} for one in trimmed}
+        write_json(output, {"schema_version": 1, "files": kept})
+
+    jobs.run(_job(args, [args.comparison, *args.diagnoses, *args.golden, *args.port]), work)
+
+
 def make_verdicts(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
@@ -400,6 +419,7 @@ def make_report(args: argparse.Namespace) -> None:
             read_json(args.unused),
             read_json(args.audit),
             read_json(args.prediction),
+            list(map(read_json, args.trimmed)),
             list(map(read_json, args.preflights)),
             args.spec["config"],
         )
@@ -408,7 +428,11 @@ def make_report(args: argparse.Namespace) -> None:
     # Not the records: they hold times, which are no reason to write the report again.
     files = [args.template, args.verdicts, args.unused, args.audit, args.prediction]
     jobs.run(
-        _job(args, [*files, *args.preflights, *args.comparisons, *args.chains, *args.diagnoses, *args.plots]), work
+        _job(
+            args,
+            [*files, *args.trimmed, *args.preflights, *args.comparisons, *args.chains, *args.diagnoses, *args.plots],
+        ),
+        work,
     )
 
 
@@ -524,6 +548,12 @@ def parser() -> argparse.ArgumentParser:
         *("weights", "golden", "port"),
     )
     job_verb(
+        "trim",
+        make_trimmed,
+        "Drops the taps of a stage that passes, but its outputs and the statistics of all.",
+        *("comparison", "diagnoses", "golden", "port"),
+    )
+    job_verb(
         "verdicts", make_verdicts, "Collects all comparisons in one verdict.", "comparisons", "chains", "diagnoses"
     )
     job_verb("plot-stage", make_stage_plot, "Draws the errors of one stage.", "comparisons")
@@ -539,7 +569,7 @@ def parser() -> argparse.ArgumentParser:
         make_report,
         "Writes the report.",
         *("template", "verdicts", "unused", "audit", "prediction"),
-        *("preflights", "comparisons", "chains", "diagnoses", "plots", "records"),
+        *("trimmed", "preflights", "comparisons", "chains", "diagnoses", "plots", "records"),
     )
 
     text = "Checks whether this host can run a side; without an output, by hand."

@@ -164,8 +164,8 @@ def compare_chain(
         entry: dict[str, Any] = {"status": "pass", "reason": None, "local_error": local, "gain": None, "role": None}
         try:
             with tensors.reading(golden[stage]) as golden_file, tensors.reading(chained[stage]) as chain_file:
-                mine, wanted = tensors.taps(chain_file, "port")[OUT], tensors.taps(golden_file, "golden")[OUT]
-                metrics = compare(mine, wanted, tensors.taps(golden_file, "truth")[OUT], valid)
+                mine, wanted = tensors.tap(chain_file, f"port/{OUT}"), tensors.tap(golden_file, f"golden/{OUT}")
+                metrics = compare(mine, wanted, tensors.tap(golden_file, f"truth/{OUT}"), valid)
                 if stage == LM_HEAD:
                     logits = compare_logits(mine, wanted, valid)
             after = metrics["rel_l2"]

@@ -23,9 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from layerproof import fingerprint
+from layerproof import fingerprint, trimming
 from layerproof.errors import StageError, StageMissing, UserError
-from layerproof.files import sha256
 from layerproof.records import Record, described, why_stale
 
 PACKAGES = (
@@ -82,7 +81,7 @@ def run(
     """
     if is_current(job):
         return
-    inputs = {str(path): sha256(path) for path in job.inputs}
+    inputs = {str(path): trimming.digest(path) for path in job.inputs}
     started, clock = datetime.now(UTC), time.perf_counter()
     facts: Mapping[str, Any] | None = None
     error = None

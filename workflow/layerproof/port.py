@@ -172,15 +172,28 @@ def make_stage(
                 "Take out what is random, such as dropout, or give it a seed in forward."
             )
         raise StageError(f"{stage}: taps change the stage's output (relative L2 {change:.2g}); they cannot be trusted.")
-    taps = {name: tensors.to_array(_storable(tensor)) for name, tensor in (tapped | plain).items()}
     facts = {"device": runner.environment.hardware, "kind": ready.kind, "taps_change_output": change}
-    tensors.write(
-        output,
-        {"port": {name: taps[name] for name in in_order(taps)}},
-        valid=runner.tokens.valid,
-        attributes={"stage": stage, **facts},
-        documents={tensors.CONVERSION: ready.conversion},
-    )
+    documents = {tensors.CONVERSION: ready.conversion}
+    _write(runner, output, tapped | plain, {"stage": stage, **facts}, documents)
+    return {**facts, "compilations": _compilations() - compiled}
+
+
+def chain_stage(
+    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: tensors.Tensor | None, output: Path
+) -> dict[str, Any]:
+    """Runs a stage as it is shipped, without taps, and writes `port/out`, which is all of a chain that is compared.
+
+    Returns facts for the record, as `make_stage` does.
+
+    Raises:
+        StageError: if the port fails on this stage.
+    """
+    compiled = _compilations()
+    ready = _prepare(_Job.on_device(runner, stage, description, stage_input))
+    with torch.no_grad():
+        plain = _on_host(ready.forward(with_taps=False))
+    facts = {"device": runner.environment.hardware, "kind": ready.kind}
+    _write(runner, output, plain, {"stage": stage, **facts})
     return {**facts, "compilations": _compilations() - compiled}
 
 
@@ -204,8 +217,18 @@ def force_stage(
     forced = {name: tensors.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
     with torch.no_grad():
         found = _on_host(forward(with_taps=True, forced=forced))
+    _write(runner, output, found, {"stage": stage})
+
+
+def _write(
+    runner: Runner,
+    output: Path,
+    found: Taps,
+    attributes: Mapping[str, Any],
+    documents: Mapping[str, Any] | None = None,
+) -> None:
     taps = {name: tensors.to_array(_storable(found[name])) for name in in_order(found)}
-    tensors.write(output, {"port": taps}, valid=runner.tokens.valid, attributes={"stage": stage})
+    tensors.write(output, {"port": taps}, valid=runner.tokens.valid, attributes=attributes, documents=documents)
 
 
 def run_chain(

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from layerproof import checkpoint, golden, loading
 from layerproof.experts import ONE_EXPERT, STATIC_EXPERTS, register
 from layerproof.stages import EMBED, layer_of
+from layerproof.taps import OUT
 from layerproof.tokens import Tokens
 from layerproof.transformers_stage import run_stage
 from layerproof.variants import VARIANTS, Stepwise
@@ -56,8 +57,9 @@ def predict(
     """Bytes by stage and of the run, without what a process takes for its imports.
 
     `settings` are the resolved config's `golden` and `port`, and `trust_remote_code`. Of each stage: `weights` by side, the
-    peak of its `golden` and its `port` job, and `files`, its tensors in results/. Of the run: the largest job of each side,
-    the `whole` golden in one process, all `files`, and the `machines` that have the memory.
+    peak of its `golden` and its `port` job, and `files`, its tensors in results/ with one chain, of which `kept` are those
+    that stay with `compare.taps: auto` if it passes. Of the run: the largest job of each side, the `whole` golden in one
+    process, all `files`, what is `kept` if all pass, and the `machines` that have the memory.
 
     Raises:
         UserError: as `loading.meta_model` does.
@@ -98,7 +100,8 @@ def predict(
             "weights": {"golden": weights, "port": ported_weights},
             "golden": weights + max(largest, run.taps * (1 + variants) + max(run.peak, twin + truth.peak)),
             "port": ported_weights + max(largest, 2 * port.taps + port.peak),
-            "files": run.taps + truth.taps + 2 * port.taps,
+            "files": run.taps + truth.taps + port.taps + port.out,
+            "kept": run.out + truth.out + 2 * port.out,
         }
     whole = sum(one["weights"]["golden"] for one in stages.values())
     beside = max((one["golden"] - one["weights"]["golden"] for one in stages.values()), default=0)
@@ -109,15 +112,17 @@ def predict(
         "port": max((one["port"] for one in stages.values()), default=0),
         "whole": whole + beside,
         "files": sum(one["files"] for one in stages.values()),
+        "kept": sum(one["kept"] for one in stages.values()),
     }
     return prediction | {"machines": machines(prediction)}
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a stage's taps, and the most that it holds at a time besides its weights."""
+    """Bytes of a stage's taps and of its output, and the most that it holds at a time besides its weights."""
 
     taps: int
+    out: int
     peak: int
 
 
@@ -131,7 +136,7 @@ def activations(model: PreTrainedModel, stage: str, shape: tuple[int, ...]) -> A
         taps = run_stage(model, stage, x, ids, valid)
     found = tracker.get_tracker_snapshot("peak")[torch.device("meta")]
     peak = sum(size for kind, size in found.items() if getattr(kind, "name", None) in ("ACT", "TEMP"))
-    return Activations(_bytes(taps.values()), peak)
+    return Activations(_bytes(taps.values()), _bytes([taps[OUT]]), peak)
 
 
 def machines(prediction: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -12,12 +12,12 @@ when nothing it depends on is different.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerproof import fingerprint
+from layerproof import fingerprint, trimming
 from layerproof.files import digest_of, read_json, sha256, write_json, write_text
 
 SCHEMA_VERSION = 1
@@ -61,10 +61,15 @@ def describe_output(path: Path) -> dict[str, Any]:
 def is_whole(path: Path, description: Mapping[str, Any], trust_times: bool) -> bool:
     """Whether an output still is what its record describes.
 
-    With `trust_times` an equal size and modification time are enough; otherwise the content is read.
+    With `trust_times` an equal size and modification time are enough; otherwise the content is read. A trimmed output is
+    whole if it stands for what the record describes.
     """
     try:
         status = path.stat()
+        trimmed = trimming.read(path)
+        if trimmed is not None:
+            known = trust_times and status.st_mtime_ns == description["mtime_ns"]
+            return trimmed.whole == description["sha256"] and (known or trimmed.is_undamaged())
         if status.st_size != description["size"]:
             return False
         return (trust_times and status.st_mtime_ns == description["mtime_ns"]) or sha256(path) == description["sha256"]
@@ -89,7 +94,7 @@ def why_stale(
         return "its set of outputs changed"
     if code := fingerprint.changed(record.code):
         return f"its code changed ({', '.join(code)})"
-    digests = {str(path): sha256(path) for path in inputs}
+    digests = {str(path): trimming.digest(path) for path in inputs}
     if digests != record.inputs:
         different = sorted(key for key in {*digests, *record.inputs} if digests.get(key) != record.inputs.get(key))
         return f"its inputs changed ({', '.join(different)})"
@@ -105,10 +110,13 @@ class Stamps:
     A stamp stays what it was when the job ran as long as the code that ran and its outputs are what they were, and is a
     new one otherwise. A job that failed gets a new one, so it is tried again. Missing outputs count too: Snakemake does
     not make a file again that nothing newer needs, but a run without it is no proof.
+
+    A trimmed output is as good as the file that it was, unless `wants_whole` says of the job that the file is wanted.
     """
 
-    def __init__(self, records: Path, files: Path) -> None:
-        self.records, self.files = records, files
+    def __init__(self, records: Path, files: Path, wants_whole: Callable[[str], bool]) -> None:
+        self.records, self.files, self.wants_whole = records, files, wants_whole
+        self.trimmed: dict[str, bool] = {}
         self.known: dict[str, tuple[Record | None, list[list[str]]]] = {}
         self.written: set[str] = set()
 
@@ -138,7 +146,19 @@ class Stamps:
                 write_text(path, secrets.token_hex(8))
         return str(path)
 
+    def is_stale(self, job: str, spec: Mapping[str, Any]) -> bool:
+        """Whether the job has to run with `spec`, for all that is known before any job ran."""
+        record, reasons = self._own(job)
+        return record is None or bool(reasons) or any(record.spec.get(key) != value for key, value in spec.items())
+
     def _of(self, job: str) -> tuple[Record | None, list[list[str]]]:
+        record, reasons = self._own(job)
+        if job not in self.trimmed:
+            names = record.outputs if record and not reasons else ()
+            self.trimmed[job] = any(trimming.read(Path(name)) for name in names) and self.wants_whole(job)
+        return record, [*reasons, ["taps", "dropped"]] if self.trimmed[job] else reasons
+
+    def _own(self, job: str) -> tuple[Record | None, list[list[str]]]:
         if job not in self.known:
             record = Record.read(self.records / f"{job}.json")
             self.known[job] = (record, _reasons(record) if record else [])

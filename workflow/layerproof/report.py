@@ -50,6 +50,7 @@ def render(
     unused: Sequence[str],
     audit: Mapping[str, Any],
     prediction: Mapping[str, Any],
+    trimmed: Sequence[Mapping[str, Any]],
     preflights: Sequence[Mapping[str, Any]],
     config: Mapping[str, Any],
 ) -> str:
@@ -57,7 +58,7 @@ def render(
 
     `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of
     results/verdicts.json, results/compare, results/compare/chain and results/diagnosis; `plots` are SVG files by stage,
-    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `audit`, `prediction` and
+    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `audit`, `prediction`, `trimmed` and
     `preflights` are the contents of the files of that name; `config` is resolved.
     """
     environment = Environment(
@@ -83,7 +84,7 @@ def render(
         logits=_logits(comparisons, chains),
         stages=[_stage(one, by_stage.get(one["stage"]), chains, images, limit) for one in comparisons],
         chains=chains,
-        audit=report_audit.section(audit, prediction),
+        audit=report_audit.section(audit, prediction, trimmed),
         limit=limit,
         config=as_yaml(config),
         preflights=preflights,

@@ -1,6 +1,6 @@
 """What the report says of weights and memory: results/audit.json and results/prediction.json in words."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -8,7 +8,9 @@ from layerproof.files import size
 from layerproof.stages import layer_of, ranges
 
 
-def section(audit: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+def section(
+    audit: Mapping[str, Any], prediction: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """The `rows` of the table of weights, `findings` and `notes` as sentences, and what the run takes, with `machines`."""
     return {
         "rows": _rows(audit["stages"], prediction["stages"]),
@@ -19,9 +21,19 @@ def section(audit: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str
             "Golden, whole model in one process": size(prediction["whole"]),
             "Port, largest stage": size(prediction["port"]),
             "Tensors of all stages in results/": size(prediction["files"]),
+            "Of these kept with compare.taps: auto, if all stages pass": size(prediction["kept"]),
+            **_dropped([one for stage in trimmed for one in stage["files"].values()]),
         },
         "machines": prediction["machines"],
     }
+
+
+def _dropped(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """How much smaller files became by `layerproof trim`."""
+    if not files:
+        return {}
+    before, after = (sum(file[key] for file in files) for key in ("whole_bytes", "bytes"))
+    return {"Dropped of stages that pass": f"{size(before - after)} of {size(before)}"}
 
 
 def _rows(audited: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -22,6 +22,7 @@ from layerproof.errors import StageError, StageMissing
 from layerproof.files import canonical_json, replacing
 from layerproof.metrics import Tensor, statistics
 from layerproof.noise import Noise
+from layerproof.taps import OUT
 
 if TYPE_CHECKING:
     import torch
@@ -116,6 +117,31 @@ def read_noise(path: Path) -> dict[str, Noise]:
     return found
 
 
+def write_trimmed(source: Path, target: Path, user_block: int) -> None:
+    """Copies a stage's file with every output, and of other taps what their attributes say: statistics, dtype and, here
+    alone, `shape`. Its first `user_block` bytes are left to the caller.
+
+    Raises:
+        StageError: as `reading` does.
+        OSError: if the target cannot be written.
+    """
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset):
+            if Path(name).name == OUT or "dtype" not in node.attrs:
+                node.file.copy(node, file, name)
+                return
+            empty = file.create_dataset(name, data=h5py.Empty(node.dtype))
+            for key, value in node.attrs.items():
+                empty.attrs[key] = value
+            empty.attrs["shape"] = node.shape
+
+    with reading(source) as whole, _writing(target, user_block) as file:
+        for key, value in whole.attrs.items():
+            file.attrs[key] = value
+        whole.visititems(visit)
+
+
 @contextlib.contextmanager
 def _creating(path: Path) -> Iterator[h5py.File]:
     try:
@@ -142,11 +168,11 @@ class _Disk(io.FileIO):
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[h5py.File]:
-    """A new HDF5 file. Raises OSError if any of it could not be written."""
+def _writing(path: Path, user_block: int = 0) -> Iterator[h5py.File]:
+    """A new HDF5 file, whose first bytes are left to the caller. Raises OSError if any of it could not be written."""
     with _Disk(path, "w+") as disk:
         try:
-            with h5py.File(disk, "w", libver="latest") as file:
+            with h5py.File(disk, "w", libver="latest", userblock_size=user_block) as file:
                 yield file
         finally:
             if disk.failure is not None:
@@ -219,16 +245,37 @@ def reading(path: Path) -> Iterator[h5py.File]:
 
 
 def taps(file: h5py.File, group: str) -> dict[str, Tensor]:
-    """The tensors of a group by tap name, not yet read from the file; empty if the group is not there."""
-    if group not in file:
-        return {}
-    found: dict[str, Tensor] = {}
+    """The tensors of a group by tap name, not yet read from the file; empty if the group is not there.
+
+    Raises:
+        StageError: if the file is trimmed.
+    """
+    found = _datasets(file, group)
+    if any(node.shape is None for node in found.values()):
+        raise StageError(f"{file.filename}: holds only outputs (compare.taps: auto). Make it again with --forcerun.")
+    return {name: Tensor(node, attributes(node)["dtype"]) for name, node in found.items()}
+
+
+def dtypes(file: h5py.File, group: str) -> dict[str, str]:
+    """The dtypes of a group's tensors by tap name, also of a trimmed file."""
+    return {name: attributes(node)["dtype"] for name, node in _datasets(file, group).items()}
+
+
+def tap(file: h5py.File, name: str) -> Tensor:
+    """One tensor, not yet read from the file, by its full name such as `golden/out`."""
+    node = cast("h5py.Dataset", file[name])
+    return Tensor(node, attributes(node)["dtype"])
+
+
+def _datasets(file: h5py.File, group: str) -> dict[str, h5py.Dataset]:
+    found: dict[str, h5py.Dataset] = {}
 
     def visit(name: str, node: Any) -> None:
         if isinstance(node, h5py.Dataset):
-            found[name] = Tensor(node, attributes(node)["dtype"])
+            found[name] = node
 
-    cast("h5py.Group", file[group]).visititems(visit)
+    if group in file:
+        cast("h5py.Group", file[group]).visititems(visit)
     return found
 
 
@@ -258,8 +305,8 @@ def read(path: Path, name: str) -> Tensor:
         StageError: as `reading` does.
     """
     with reading(path) as file:
-        dataset = cast("h5py.Dataset", file[name])
-        return Tensor(dataset[...], attributes(dataset)["dtype"])
+        stored = tap(file, name)
+        return Tensor(stored.data[...], stored.dtype)
 
 
 def read_document(path: Path, name: str) -> Any:

@@ -1,5 +1,6 @@
 # config.yaml -> CONFIG (checked), the stages, and what every job's parameters are made of.
 
+import functools
 import json
 import os
 import secrets
@@ -7,6 +8,7 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
@@ -53,7 +55,7 @@ wildcard_constraints:
     run=r"[A-Za-z0-9._-]+",
 
 
-STAMPS = Stamps(Path("results/records"), Path(".layerproof/stamps"))
+STAMPS = Stamps(Path("results/records"), Path(".layerproof/stamps"), lambda job: reads_taps(Path(job).name))
 FORCED = secrets.token_hex(8)
 
 

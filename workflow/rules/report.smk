@@ -55,6 +55,7 @@ rule report:
         unused=rules.weights.output.unused,
         audit=rules.audit.output.audit,
         prediction=rules.predict.output.prediction,
+        trimmed=TRIMMED,
         preflights=expand("results/preflight/{side}.json", side=["golden", "port"]),
         comparisons=rules.verdicts.input.comparisons,
         chains=rules.verdicts.input.chains,
@@ -77,7 +78,7 @@ rule report:
     shell:
         "python -m layerproof report {output.html:q} --template {input.template:q}"
         " --verdicts {input.verdicts:q} --unused {input.unused:q} --audit {input.audit:q} --prediction {input.prediction:q}"
-        " --preflights {input.preflights:q} --comparisons {input.comparisons:q}"
+        " --trimmed {input.trimmed:q} --preflights {input.preflights:q} --comparisons {input.comparisons:q}"
         " --chains {input.chains:q} --diagnoses {input.diagnoses:q} --plots {input.plots:q} --records {input.records:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 

@@ -112,6 +112,32 @@ def audit_spec(wildcards):
     return spec("h5py", port_dtype=SETTINGS["port"]["dtype"])
 
 
+def trim_stage_spec(wildcards):
+    return spec("h5py", stage=wildcards.stage)
+
+
+@functools.cache
+def reads_taps(stage):
+    """Whether the taps of a stage are wanted where they were dropped: all are kept now, or its comparison has to run."""
+    if stage not in STAGES or SETTINGS["compare"]["taps"] == "all":
+        return stage in STAGES
+    before = GOLDEN[: GOLDEN.index(stage) + 1]
+    return any(will_run("golden", name) for name in before) or will_run("port", stage) or will_run("compare", stage)
+
+
+@functools.cache
+def will_run(folder, stage):
+    """Whether the golden, port or comparison of a stage has to run, for all that is known before any job ran."""
+    wildcards = SimpleNamespace(stage=stage)
+    rule_name, settings, ending = {
+        "golden": ("golden_stage", golden_stage_spec, "h5"),
+        "port": ("port_stage", port_stage_spec, "h5"),
+        "compare": ("compare_stage", compare_stage_spec, "json"),
+    }[folder]
+    output = f"results/{folder}/{stage}.{ending}"
+    return is_forced(rule_name, output) or STAMPS.is_stale(job_name(output), json.loads(settings(wildcards)))
+
+
 def verdicts_spec(wildcards):
     return spec()
 

@@ -1,0 +1,104 @@
+"""Trimmed files: what stays in them, what they stand for, and how damage shows."""
+
+import os
+
+import h5py
+import numpy as np
+import pytest
+
+from layerproof import tensors, trimming
+from layerproof.errors import StageError, UserError
+from layerproof.files import sha256
+from layerproof.metrics import Tensor
+
+OUT = Tensor(np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4), "float32")
+CHOICE = Tensor(np.arange(6, dtype=np.int32).reshape(2, 3, 1), "int32")
+VALID = np.array([[True, True, False], [True, True, True]])
+
+
+@pytest.fixture
+def whole(tmp_path):
+    path = tmp_path / "layer_000.h5"
+    groups = {
+        "golden": {"attn.out": OUT, "router.choice": CHOICE, "out": OUT},
+        "truth": {"attn.out": OUT, "out": OUT},
+    }
+    tensors.write(path, groups, valid=VALID, attributes={"stage": "layer_000"}, documents={"held": {"w": "bfloat16"}})
+    return path
+
+
+def facts(path):
+    """Attributes of a file and of all that is in it."""
+    with h5py.File(path) as file:
+        found = {"": tensors.attributes(file)}
+        file.visititems(lambda name, node: found.update({name: tensors.attributes(node)}))
+    return found
+
+
+def test_outputs_statistics_and_documents_stay(whole):
+    before = facts(whole)
+    trimming.trim(whole)
+    after = facts(whole)
+    for name, entry in after.items():
+        shape = entry.pop("shape", None)
+        assert (shape is None) == (name not in ("golden/attn.out", "golden/router.choice", "truth/attn.out")), name
+    assert after == before
+    for name in ("golden/out", "truth/out"):
+        kept = tensors.read(whole, name)
+        assert kept.dtype == "float32" and np.array_equal(kept.data, OUT.data)
+    assert tensors.read_document(whole, "held") == {"w": "bfloat16"}
+    with tensors.reading(whole) as file:
+        assert tensors.dtypes(file, "golden") == {"attn.out": "float32", "router.choice": "int32", "out": "float32"}
+
+
+def test_a_trimmed_file_stands_for_the_whole_one(whole):
+    digest, status = sha256(whole), whole.stat()
+    assert trimming.read(whole) is None and trimming.digest(whole) == digest
+    trimmed = trimming.trim(whole)
+    assert trimming.read(whole) == trimmed and (trimmed.whole, trimmed.whole_bytes) == (digest, status.st_size)
+    assert trimming.digest(whole) == digest and sha256(whole) != digest
+    assert whole.stat().st_mtime_ns == status.st_mtime_ns, "or Snakemake runs what depends on it"
+    assert trimmed.is_undamaged()
+    content = whole.read_bytes()
+    assert trimming.trim(whole) == trimmed and whole.read_bytes() == content, "once is enough"
+
+
+def test_tensors_that_were_dropped_are_not_taken_for_none(whole):
+    trimming.trim(whole)
+    with pytest.raises(StageError, match=r"layer_000.h5: holds only outputs \(compare.taps: auto\).*--forcerun"):
+        tensors.read_group(whole, "golden")
+
+
+@pytest.mark.parametrize("byte", [trimming.BLOCK_BYTES + 5, -1])
+def test_damage_of_a_trimmed_file_shows(whole, byte):
+    trimming.trim(whole)
+    content = bytearray(whole.read_bytes())
+    content[byte] ^= 1
+    whole.write_bytes(content)
+    assert not trimming.read(whole).is_undamaged()
+
+
+def test_a_file_with_a_damaged_first_line_is_no_trimmed_one(whole):
+    trimming.trim(whole)
+    content = whole.read_bytes()
+    whole.write_bytes(content[: len(trimming.MAGIC)] + bytes(trimming.BLOCK_BYTES) + content[trimming.BLOCK_BYTES :])
+    assert trimming.read(whole) is None and trimming.digest(whole) == sha256(whole)
+
+
+def test_a_full_disk_leaves_the_whole_file(whole, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    content = whole.read_bytes()
+    monkeypatch.setattr(os, "utime", full)
+    with pytest.raises(StageError, match=r"layer_000.h5: cannot be written \(No space left on device\). Free disk"):
+        trimming.trim(whole)
+    assert whole.read_bytes() == content and list(whole.parent.iterdir()) == [whole]
+
+
+def test_a_job_that_reads_all_has_trimmed_files_made_again(whole, tmp_path):
+    trimming.require_whole([whole, tmp_path / "none.h5"])
+    trimming.trim(whole)
+    with pytest.raises(UserError, match=r"layer_000.h5: held only outputs.*all taps are needed again. Run again."):
+        trimming.require_whole([whole])
+    assert not whole.exists()
