@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), *(str(HERE.parent / folder) for folder in ("workflow", "tests", "tests/workflow"))]
 
+os.environ["OMP_NUM_THREADS"] = "1"  # as snakemake --cores 1 sets it for every job
+
 from layerproof.files import write_json  # noqa: E402
 
-BENCHMARKS = ("memory", "scale", "overhead", "comparer")
+BENCHMARKS = ("memory", "scale", "overhead", "comparer", "storage")
 
 
 def main() -> None:

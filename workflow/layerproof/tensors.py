@@ -181,14 +181,21 @@ def _writing(path: Path, user_block: int = 0) -> Iterator[h5py.File]:
 
 def _write_dataset(file: h5py.File, name: str, tensor: Tensor, valid: np.ndarray | None) -> None:
     data: Any = tensor.data
-    chunks = None
-    if data.size and data.ndim > 1:  # whole tokens of one prompt, CHUNK_BYTES of them at most
-        pieces = math.ceil(data.shape[1] / max(1, CHUNK_BYTES // data[0, 0].nbytes))
-        chunks = (1, math.ceil(data.shape[1] / pieces), *data.shape[2:])  # equal ones, as the last takes as much disk
+    chunks = chunks_of(data)
     dataset = file.create_dataset(name, data=data, chunks=chunks, fletcher32=chunks is not None)
     # A tap of another shape is for the comparison to fail; it has no tokens to take statistics of.
     described = valid is None or tensor.shape[:2] == valid.shape
     _set_attributes(dataset, {"dtype": tensor.dtype, **(statistics(tensor, valid) if described else {})})
+
+
+def chunks_of(data: Any) -> tuple[int, ...] | None:
+    """How an array [batch, seq, features...] is cut for storage: whole tokens of one prompt, CHUNK_BYTES of them at most, in
+    equal chunks, since the last one takes as much disk. None if there is nothing to cut.
+    """
+    if not data.size or data.ndim < 2:
+        return None
+    pieces = math.ceil(data.shape[1] / max(1, CHUNK_BYTES // data[0, 0].nbytes))
+    return (1, math.ceil(data.shape[1] / pieces), *data.shape[2:])
 
 
 def _set_attributes(node: h5py.HLObject, attributes: Mapping[str, Any]) -> None:
