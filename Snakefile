@@ -36,7 +36,7 @@ onstart:
     # Snakemake 9.27 limits how many jobs start in a second. For that it wakes its scheduler every second once more for each job
     # that ended, which after some hundred jobs takes a core. Its default, 100 a second, is out of reach; others are kept.
     limit = workflow.scheduling_settings.max_jobs_per_timespan
-    if (limit.max_jobs, limit.timespan) == (100, 1):
+    if limit and (limit.max_jobs, limit.timespan) == (100, 1):
         workflow.scheduler.job_rate_limiter = None
 
 
