@@ -63,6 +63,20 @@ def test_a_trimmed_file_stands_for_the_whole_one(whole):
     assert trimming.trim(whole) == trimmed and whole.read_bytes() == content, "once is enough"
 
 
+def test_a_file_that_is_trimmed_while_its_digest_is_taken(whole, monkeypatch):
+    """As by the job that trims it, while the next stage's is being started."""
+    digest, parsed = sha256(whole), trimming._parsed
+
+    def trims(path, block):
+        found = parsed(path, block)
+        monkeypatch.setattr(trimming, "_parsed", parsed)
+        trimming.trim(path)
+        return found
+
+    monkeypatch.setattr(trimming, "_parsed", trims)
+    assert trimming.digest(whole) == digest and trimming.read(whole)
+
+
 def test_tensors_that_were_dropped_are_not_taken_for_none(whole):
     trimming.trim(whole)
     with pytest.raises(StageError, match=r"layer_000.h5: holds only outputs \(compare.taps: auto\).*--forcerun"):

@@ -41,12 +41,7 @@ def read(path: Path) -> Trimmed | None:
         OSError: if the file cannot be read.
     """
     with open(path, "rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            return None
-        words = file.read(BLOCK_BYTES - len(MAGIC)).rstrip(b"\0").decode(errors="replace").split()
-    if len(words) != 3 or not words[1].isdigit():
-        return None
-    return Trimmed(path, words[0], int(words[1]), words[2])
+        return _parsed(path, file.read(BLOCK_BYTES))
 
 
 def digest(path: Path) -> str:
@@ -55,8 +50,10 @@ def digest(path: Path) -> str:
     Raises:
         OSError: if the file cannot be read.
     """
-    trimmed = read(path)
-    return sha256(path) if trimmed is None else trimmed.whole
+    with open(path, "rb") as file:  # once, because it may be trimmed just now
+        trimmed = _parsed(path, file.read(BLOCK_BYTES))
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest() if trimmed is None else trimmed.whole
 
 
 def trim(path: Path) -> Trimmed:
@@ -96,6 +93,13 @@ def require_whole(paths: Iterable[Path]) -> None:
     if trimmed:
         names = ", ".join(map(str, trimmed))
         raise UserError(f"{names}: held only outputs (compare.taps: auto), and all taps are needed again. Run again.")
+
+
+def _parsed(path: Path, block: bytes) -> Trimmed | None:
+    words = block.removeprefix(MAGIC).rstrip(b"\0").decode(errors="replace").split()
+    if not block.startswith(MAGIC) or len(words) != 3 or not words[1].isdigit():
+        return None
+    return Trimmed(path, words[0], int(words[1]), words[2])
 
 
 def _digest_after_block(path: Path) -> str:
