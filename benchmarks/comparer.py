@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -14,10 +12,9 @@ import torch
 from layerproof import tensors
 from layerproof.metrics import LOG10_EDGES, PROBABILITIES, compare
 from layerproof.noise import measure as measure_noise
-from measure import Result
+from measure import Result, seconds
 
 SHAPE = (1, 4096, 3072)
-REPEATS = 3
 DRAWS = 5
 """A golden and its variants, of which the noise is measured."""
 
@@ -48,16 +45,6 @@ def one_by_one(port: torch.Tensor, golden: torch.Tensor, truth: torch.Tensor) ->
     ulp.max(), ulp.mean(), ulp.median()
     for of in (p, g, truth):
         of.isnan().sum(), of.isinf().sum()
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """The shortest of a few runs, after one that does not count."""
-    times = []
-    for _ in range(1 + REPEATS):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
 
 
 def run() -> list[Result]:

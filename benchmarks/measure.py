@@ -10,11 +10,12 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,16 @@ def measure(command: Sequence[str], directory: Path) -> Measured:
     if outcome.returncode:
         raise RuntimeError(f"{' '.join(command)}: {outcome.stdout[-2000:]}{outcome.stderr[-2000:]}")
     return Measured(**json.loads(outcome.stdout.splitlines()[-1]))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """The shortest of a few runs, after one that does not count: what others do on the machine only adds to it."""
+    times = []
+    for _ in range(1 + REPEATS):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
 
 
 def drop_from_cache(paths: Iterable[Path]) -> None:

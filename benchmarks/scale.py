@@ -9,7 +9,6 @@ change: MACHINES is the place to put yours.
 from __future__ import annotations
 
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from layerproof.noise import noise_of_taps
 from layerproof.stages import all_stages
 from layerproof.tokens import pad
 from layerproof.variants import VARIANTS
-from measure import Result
+from measure import Result, seconds
 from memory import CONFIG, shapes
 
 FULL = CONFIG | {"num_hidden_layers": 62, "vocab_size": 200064, "attn_type_list": [1] * 62}
@@ -109,15 +108,7 @@ def seconds_by_element() -> dict[str, float]:
             tensors.write(Path(directory) / "port.h5", {"port": {"out": golden}}, valid=valid)
             compare(golden, golden, truth, valid)
 
-        found = {}
-        for side, work in (("golden", of_golden), ("port", of_port)):
-            times = []
-            for _ in range(1 + REPEATS):  # the first compiles
-                started = time.process_time()
-                work()
-                times.append(time.process_time() - started)
-            found[side] = min(times[1:]) / exact.numel()
-    return found
+        return {side: seconds(work) / exact.numel() for side, work in (("golden", of_golden), ("port", of_port))}
 
 
 def hours(found: dict[str, Any], length: int, by_element: dict[str, float]) -> list[Result]:
@@ -152,8 +143,8 @@ def run() -> list[Result]:
     results = []
     torch.set_num_threads(1)
     by_element = seconds_by_element()
-    for side, seconds in by_element.items():
-        results.append(Result(f"work on taps, {side}", seconds * 1e9, "ns an element", "one core of this machine"))
+    for side, of_one in by_element.items():
+        results.append(Result(f"work on taps, {side}", of_one * 1e9, "ns an element", "one core of this machine"))
     for length in LENGTHS:
         with tempfile.TemporaryDirectory(prefix="layerproof-scale-") as directory:
             found = predict(Path(directory), length)

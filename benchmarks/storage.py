@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from layerproof import tensors, trimming
 from layerproof.metrics import Tensor
-from measure import Result
+from measure import Result, seconds
 
 SHAPE = (1, 1024, 3072)
 TAPS = 20
@@ -34,10 +33,10 @@ def run() -> list[Result]:
         for name, tap in (("bf16", golden), ("fp32", truth)):
             bytes_before, seconds_before = _written(plain, tap, {})
             for filtered, options in FILTERS.items():
-                size, seconds = _written(Path(directory) / "filtered.h5", tap, options)
+                size, took = _written(Path(directory) / "filtered.h5", tap, options)
                 told = f"{bytes_before / 1e6:.1f} MB in {seconds_before:.3f} s"
                 results.append(Result(f"{name} tap, {filtered}: size", size / bytes_before, "of unfiltered", told))
-                results.append(Result(f"{name} tap, {filtered}: time", seconds / seconds_before, "of unfiltered", told))
+                results.append(Result(f"{name} tap, {filtered}: time", took / seconds_before, "of unfiltered", told))
         stage = Path(directory) / "layer_000.h5"
         taps = {f"tap{number}": golden for number in range(TAPS - 1)} | {"out": golden}
         tensors.write(stage, {"golden": taps, "truth": dict.fromkeys(taps, truth)}, valid=np.ones(SHAPE[:2], bool))
@@ -52,7 +51,10 @@ def run() -> list[Result]:
 
 def _written(path: Path, tap: Tensor, options: dict[str, Any]) -> tuple[int, float]:
     """Bytes of a file with one tap, in chunks as `tensors.write` makes them, and the seconds that writing it took."""
-    started = time.perf_counter()
-    with h5py.File(path, "w") as file:
-        file.create_dataset("tap", data=tap.data, chunks=tensors.chunks_of(tap.data), fletcher32=True, **options)
-    return path.stat().st_size, time.perf_counter() - started
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("tap", data=tap.data, chunks=tensors.chunks_of(tap.data), fletcher32=True, **options)
+
+    took = seconds(write)
+    return path.stat().st_size, took

@@ -55,9 +55,8 @@ def test_weights_and_files_are_exact(model_type, tmp_path):
     port.make_stage(runner, stage, descriptions[stage], fed, tmp_path / "port.h5")
     port.chain_stage(runner, stage, descriptions[stage], fed, tmp_path / "chain.h5")
     files = [tmp_path / f"{stage}.h5", tmp_path / "port.h5", tmp_path / "chain.h5"]
-    assert foretold["stages"][stage]["files"] == pytest.approx(
-        sum(map(stored, files)), rel=0.02
-    )  # wider integers in files
+    # Files hold wider integers than were foretold.
+    assert foretold["stages"][stage]["files"] == pytest.approx(sum(map(stored, files)), rel=0.02)
     for path in files:
         trimming.trim(path)
     assert foretold["stages"][stage]["kept"] == sum(map(stored, files))

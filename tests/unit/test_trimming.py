@@ -1,6 +1,7 @@
 """Trimmed files: what stays in them, what they stand for, and how damage shows."""
 
-import os
+import resource
+import signal
 
 import h5py
 import numpy as np
@@ -99,13 +100,25 @@ def test_a_file_with_a_damaged_first_line_is_no_trimmed_one(whole):
     assert trimming.read(whole) is None and trimming.digest(whole) == sha256(whole)
 
 
-def test_a_full_disk_leaves_the_whole_file(whole, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
+@pytest.mark.parametrize("limit", [100, 1000])
+def test_a_full_disk_leaves_the_whole_file(whole, limit):
+    """A limit on the size of files stands in for it. The file is well: nobody is told to delete it."""
     content = whole.read_bytes()
-    monkeypatch.setattr(os, "utime", full)
-    with pytest.raises(StageError, match=r"layer_000.h5: cannot be written \(No space left on device\). Free disk"):
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(StageError, match=r"layer_000.h5: cannot be written \(.*\). Free disk space and run again."):
+            trimming.trim(whole)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert whole.read_bytes() == content and list(whole.parent.iterdir()) == [whole]
+
+
+def test_a_damaged_file_is_told_from_a_full_disk(whole):
+    content = whole.read_bytes()[:-100]
+    whole.write_bytes(content)
+    with pytest.raises(StageError, match=r"layer_000.h5: cannot be read, the file is damaged"):
         trimming.trim(whole)
     assert whole.read_bytes() == content and list(whole.parent.iterdir()) == [whole]
 

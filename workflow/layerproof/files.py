@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def sha256(path: Path) -> str:
@@ -16,7 +16,12 @@ def sha256(path: Path) -> str:
         OSError: if the file cannot be read.
     """
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_from_here(file)
+
+
+def sha256_from_here(file: BinaryIO) -> str:
+    """SHA-256, in hex, of what follows in an open file."""
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_of(value: Any) -> str:

@@ -66,13 +66,11 @@ def is_whole(path: Path, description: Mapping[str, Any], trust_times: bool) -> b
     """
     try:
         status = path.stat()
+        known = trust_times and status.st_mtime_ns == description["mtime_ns"]
+        if status.st_size == description["size"] and (known or sha256(path) == description["sha256"]):
+            return True
         trimmed = trimming.read(path)
-        if trimmed is not None:
-            known = trust_times and status.st_mtime_ns == description["mtime_ns"]
-            return trimmed.whole == description["sha256"] and (known or trimmed.is_undamaged())
-        if status.st_size != description["size"]:
-            return False
-        return (trust_times and status.st_mtime_ns == description["mtime_ns"]) or sha256(path) == description["sha256"]
+        return trimmed is not None and trimmed.whole == description["sha256"] and (known or trimmed.is_undamaged())
     except OSError:
         return False
 
@@ -140,16 +138,13 @@ class Stamps:
         path = self.files / job
         if job not in self.written:
             self.written.add(job)
-            record, reasons = self._of(job)
-            fresh = record and not reasons and all(record.spec.get(key) == value for key, value in spec.items())
-            if not (fresh and path.exists()):
+            if _is_stale(*self._of(job), spec) or not path.exists():
                 write_text(path, secrets.token_hex(8))
         return str(path)
 
     def is_stale(self, job: str, spec: Mapping[str, Any]) -> bool:
         """Whether the job has to run with `spec`, for all that is known before any job ran."""
-        record, reasons = self._own(job)
-        return record is None or bool(reasons) or any(record.spec.get(key) != value for key, value in spec.items())
+        return _is_stale(*self._own(job), spec)
 
     def _of(self, job: str) -> tuple[Record | None, list[list[str]]]:
         record, reasons = self._own(job)
@@ -163,6 +158,10 @@ class Stamps:
             record = Record.read(self.records / f"{job}.json")
             self.known[job] = (record, _reasons(record) if record else [])
         return self.known[job]
+
+
+def _is_stale(record: Record | None, reasons: Sequence[Sequence[str]], spec: Mapping[str, Any]) -> bool:
+    return record is None or bool(reasons) or any(record.spec.get(key) != value for key, value in spec.items())
 
 
 def _reasons(record: Record) -> list[list[str]]:

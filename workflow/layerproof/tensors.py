@@ -136,19 +136,33 @@ def write_trimmed(source: Path, target: Path, user_block: int) -> None:
                 empty.attrs[key] = value
             empty.attrs["shape"] = node.shape
 
-    with reading(source) as whole, _writing(target, user_block) as file:
+    with (
+        _writing(target, user_block) as file,
+        reading(source) as whole,
+    ):  # in this order a full disk is not the source's fault
         for key, value in whole.attrs.items():
             file.attrs[key] = value
         whole.visititems(visit)
 
 
 @contextlib.contextmanager
-def _creating(path: Path) -> Iterator[h5py.File]:
+def replacing_or_saying_why(path: Path) -> Iterator[Path]:
+    """`files.replacing`.
+
+    Raises:
+        StageError: if the file cannot be written, for instance because the disk is full.
+    """
     try:
-        with replacing(path) as temporary, _writing(temporary) as file:
-            yield file
+        with replacing(path) as temporary:
+            yield temporary
     except OSError as error:
         raise StageError(f"{path}: cannot be written ({_first_line(error)}). Free disk space and run again.") from error
+
+
+@contextlib.contextmanager
+def _creating(path: Path) -> Iterator[h5py.File]:
+    with replacing_or_saying_why(path) as temporary, _writing(temporary) as file:
+        yield file
 
 
 class _Disk(io.FileIO):

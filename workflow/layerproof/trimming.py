@@ -7,14 +7,13 @@ again; a job that needs the tensors has the whole file made again (`records.Stam
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerproof.errors import StageError, UserError
-from layerproof.files import replacing, sha256
+from layerproof.errors import UserError
+from layerproof.files import sha256, sha256_from_here
 
 BLOCK_BYTES = 512  # the least that HDF5 allows for a user's block
 MAGIC = b"layerproof trimmed"
@@ -53,7 +52,7 @@ def digest(path: Path) -> str:
     with open(path, "rb") as file:  # once, because it may be trimmed just now
         trimmed = _parsed(path, file.read(BLOCK_BYTES))
         file.seek(0)
-        return hashlib.file_digest(file, "sha256").hexdigest() if trimmed is None else trimmed.whole
+        return sha256_from_here(file) if trimmed is None else trimmed.whole
 
 
 def trim(path: Path) -> Trimmed:
@@ -68,15 +67,12 @@ def trim(path: Path) -> Trimmed:
     if already is not None:
         return already
     status, whole = path.stat(), sha256(path)
-    try:
-        with replacing(path) as temporary:
-            tensors.write_trimmed(path, temporary, BLOCK_BYTES)
-            own = _digest_after_block(temporary)
-            with open(temporary, "r+b") as file:
-                file.write(b"%s %s %d %s" % (MAGIC, whole.encode(), status.st_size, own.encode()))
-            os.utime(temporary, ns=(status.st_atime_ns, status.st_mtime_ns))
-    except OSError as error:
-        raise StageError(f"{path}: cannot be written ({error.strerror}). Free disk space and run again.") from error
+    with tensors.replacing_or_saying_why(path) as temporary:
+        tensors.write_trimmed(path, temporary, BLOCK_BYTES)
+        own = _digest_after_block(temporary)
+        with open(temporary, "r+b") as file:
+            file.write(b"%s %s %d %s" % (MAGIC, whole.encode(), status.st_size, own.encode()))
+        os.utime(temporary, ns=(status.st_atime_ns, status.st_mtime_ns))
     return Trimmed(path, whole, status.st_size, own)
 
 
@@ -105,4 +101,4 @@ def _parsed(path: Path, block: bytes) -> Trimmed | None:
 def _digest_after_block(path: Path) -> str:
     with open(path, "rb") as file:
         file.seek(BLOCK_BYTES)
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_from_here(file)
