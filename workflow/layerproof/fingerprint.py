@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import cProfile
 import functools
 import os
 import sys
@@ -41,7 +42,7 @@ Definition = Function | ast.ClassDef
 
 
 Seen = dict[int, tuple[CodeType, float | None]]
-"""Code that ran, by its identity, with the modification time of its file when it first ran."""
+"""Code that ran, by its identity, with the modification time that its file had when it was loaded."""
 
 
 @contextlib.contextmanager
@@ -50,12 +51,13 @@ def recording(seen: Seen) -> Iterator[None]:
 
     Before Python 3.12 a thread is seen that was started inside of a recording.
     """
-    with _called_back():
-        _recordings.append((seen, {}))
-        try:
+    _watch_loading()
+    _recordings.append(seen)
+    try:
+        with _called_back():
             yield
-        finally:
-            _recordings.pop()
+    finally:
+        _recordings.pop()
 
 
 if sys.version_info >= (3, 12):
@@ -66,7 +68,7 @@ if sys.version_info >= (3, 12):
     def _called_back() -> Iterator[None]:
         """Has `_add` called at the first start of each function, which so costs next to nothing."""
         events = sys.monitoring.events
-        if not _recordings:
+        if len(_recordings) == 1:
             sys.monitoring.use_tool_id(TOOL, "layerproof")
             for event in (events.PY_START, events.PY_RESUME):
                 sys.monitoring.register_callback(TOOL, event, _on_start)
@@ -75,7 +77,7 @@ if sys.version_info >= (3, 12):
         try:
             yield
         finally:
-            if _recordings:
+            if len(_recordings) > 1:
                 sys.monitoring.restart_events()  # the outer one did not see what the inner one saw first
             else:
                 sys.monitoring.set_events(TOOL, events.NO_EVENTS)
@@ -106,15 +108,21 @@ else:
 
     @contextlib.contextmanager
     def _called_back() -> Iterator[None]:
-        """Has `_add` called by a profile function, because it leaves tracing to debuggers and coverage."""
-        outer, outer_threads = sys.getprofile(), threading.getprofile()
-        threading.setprofile(_on_event)
-        sys.setprofile(_on_event)
-        try:
-            yield
-        finally:
-            sys.setprofile(outer)
-            threading.setprofile(outer_threads)
+        """Calls `_add` for what a profiler in C saw on this thread, and a profile function on those that are started: both
+        leave tracing to debuggers and coverage, and the first costs a third.
+        """
+        profiler, outer_threads = cProfile.Profile(subcalls=False, builtins=False), threading.getprofile()
+        with _not_called_back():
+            threading.setprofile(_on_event)
+            profiler.enable()
+            try:
+                yield
+            finally:
+                profiler.disable()
+                threading.setprofile(outer_threads)
+                for entry in profiler.getstats():
+                    if isinstance(entry.code, CodeType):
+                        _add(entry.code)
 
     def _on_event(frame: FrameType, event: str, argument: Any) -> None:
         """Of a thread that outlives the recording in which it was started, too, for the one that there is then."""
@@ -123,33 +131,53 @@ else:
 
     @contextlib.contextmanager
     def _not_called_back() -> Iterator[None]:
-        """Takes the profile function away from this thread."""
+        """Takes the profiler or profile function away from this thread."""
         outer = sys.getprofile()
+        if isinstance(outer, cProfile.Profile):
+            outer.disable()  # only so it counts the functions that have not returned yet
         sys.setprofile(None)
         try:
             yield
         finally:
-            sys.setprofile(outer)
+            if isinstance(outer, cProfile.Profile):
+                outer.enable()
+            else:
+                sys.setprofile(outer)
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:
     """For imports of packages and of what is ours, which counts by the names that use it: the body of a class runs once in
-    a process, and would count for the job that came first. And for calls of packages that call nothing of ours. Before
-    Python 3.12 recording makes them take twice as long.
+    a process, and would count for the job that came first. And for calls of packages that call nothing of ours: before
+    Python 3.12 recording takes its time for each function that they call.
     """
     return _not_called_back()
 
 
 def _add(code: CodeType) -> None:
-    seen, times = _recordings[-1]
+    seen, file = _recordings[-1], code.co_filename
     if id(code) not in seen:
-        if code.co_filename not in times:
-            times[code.co_filename] = _modified(code.co_filename)
-        seen[id(code)] = code, times[code.co_filename]
+        if file not in _loaded:
+            _loaded[file] = _modified(file)
+        seen[id(code)] = code, _loaded[file]
 
 
-_recordings: list[tuple[Seen, dict[str, float | None]]] = []
-"""What is being recorded, with the modification times that were looked up; the innermost last."""
+_recordings: list[Seen] = []
+"""What is being recorded, the innermost last."""
+
+_loaded: dict[str, float | None] = {}
+"""When each file of our own was written, as it was when its code was loaded."""
+
+
+@functools.cache
+def _watch_loading() -> None:
+    """Keeps `_loaded` from now on: an edit while a job runs would not be told from one before, were it looked up later."""
+    _loaded.update(sources())
+    sys.addaudithook(_on_audit)
+
+
+def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "exec" and _is_own(file := arguments[0].co_filename):
+        _loaded[file] = _modified(file)
 
 
 def once(function: Callable[[], T]) -> Callable[[], T]:
@@ -167,7 +195,7 @@ def once(function: Callable[[], T]) -> Callable[[], T]:
                     kept.append(function())
         finally:
             if _recordings:
-                _recordings[-1][0].update(seen)
+                _recordings[-1].update(seen)
         return kept[0]
 
     return kept_or_new
