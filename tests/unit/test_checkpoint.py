@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from layerproof import checkpoint, golden, loading, tensors
+from layerproof import checkpoint, golden, loading, tensors, transformers_stage
 from layerproof.compare import compare_stage
 from layerproof.errors import StageError, UserError
 from layerproof.stages import all_stages
@@ -74,9 +74,37 @@ def failed(described):
 
 
 def load(directory, stage, description):
-    model = loading.meta_model(directory, trust_remote_code=False)
+    model = loading.meta_stage(directory, stage, False, torch.float32)
     loading.load_stage(model, stage, directory, description, torch.device("cpu"))
     return model
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_stage_is_built_as_in_the_whole_model_and_other_layers_without_modules(saved, model_type):
+    directory = saved(model_type)
+    whole = loading.meta_model(directory, False, torch.bfloat16)
+    stages = all_stages(CONFIGS[model_type]["num_hidden_layers"])
+    for stage in stages:
+        model = loading.meta_stage(directory, stage, False, torch.bfloat16)
+        for other in stages:
+            module, wanted = (transformers_stage.stage_module(of, other) for of in (model, whole))
+            assert type(module) is type(wanted) and vars(module).keys() == vars(wanted).keys()
+            if other == stage or not other.startswith("layer"):
+                assert loading.held_by(model, other) == loading.held_by(whole, other)
+            else:
+                assert not module.state_dict() and not list(module.children())
+
+
+def test_a_stage_is_built_anew_after_it_was_filled_and_when_the_config_changed(model):
+    filled = load(model, "layer_001", describe(model)["layer_001"])
+    filled.config.rms_norm_eps = 1.0
+    again = loading.meta_stage(model, "layer_001", False, torch.float32)
+    assert not any(tensor.is_meta for tensor in loading.parameters_of(filled, "layer_001").values())
+    assert all(tensor.is_meta for tensor in loading.parameters_of(again, "layer_001").values())
+    config = json.loads((model / "config.json").read_text())
+    assert again.config.rms_norm_eps == config["rms_norm_eps"]
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert loading.meta_stage(model, "layer_001", False, torch.float32).config.rms_norm_eps == 0.5
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -203,7 +203,7 @@ def test_what_a_process_does_once_belongs_to_the_code_of_each_job(job, tmp_path,
     monkeypatch.syspath_prepend(str(tmp_path))
     import set_up
 
-    start = fingerprint.once(set_up.start)
+    start = fingerprint.cached(set_up.start)
     other = dataclasses.replace(job, outputs=(tmp_path / "results/other",), record=tmp_path / "other.json")
     for one in (job, other):
         jobs.run(one, lambda one=one: write_text(one.outputs[0], start()))

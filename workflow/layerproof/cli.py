@@ -86,7 +86,7 @@ def make_golden(args: argparse.Namespace) -> None:
     # Absolute and before anything is loaded, since code that comes with a checkpoint may change the directory.
     checkpoint, prompts = _checkpoint(args), args.tokens.absolute()
 
-    @fingerprint.once
+    @fingerprint.cached
     def start() -> Whole:
         with unrecorded():
             from layerproof import tokens, whole
@@ -127,7 +127,7 @@ def make_port(args: argparse.Namespace) -> None:
     """
     weights = {path.stem: path for path in args.weights}
 
-    @fingerprint.once
+    @fingerprint.cached
     def start() -> Runner:
         with unrecorded():
             from layerproof import port, tokens

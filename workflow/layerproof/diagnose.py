@@ -161,8 +161,8 @@ def load(stage: Stage, device: torch.device) -> tuple[GoldenStage, GoldenStage]:
     settings = {**stage.settings, "attn_implementation": "eager", "experts_implementation": EXPERT_BY_EXPERT}
     dtype = getattr(torch, settings["dtype"])
     description = stage.descriptions[stage.name]
-    model = golden.load(stage.name, stage.directory, description, device, dtype, settings)
-    exact = golden.exact(model, stage.name, stage.directory, description, device, settings)
+    model = golden.load(stage.name, stage.directory, description, device, dtype, settings, with_others=True)
+    exact = golden.exact(model, stage.name, stage.directory, description, device, settings, with_others=True)
     x = tensors.to_torch(tensors.read_stage_input(stage.previous, "golden/out")).to(device) if stage.previous else None
     ids, valid = torch.from_numpy(stage.tokens.ids).to(device), torch.from_numpy(stage.tokens.valid).to(device)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from layerproof.files import digest_of
 
@@ -36,6 +36,7 @@ STAR = "*"
 """What `from module import *` is bound as."""
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
@@ -180,23 +181,25 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
         _loaded[file] = _modified(file)
 
 
-def once(function: Callable[[], T]) -> Callable[[], T]:
-    """Keeps what a function returned, as `functools.cache` does, and the code that ran for it: it counts as run by every
-    job that is given the kept value. For what the jobs of a process share.
+def cached(function: Callable[P, T]) -> Callable[P, T]:
+    """`functools.cache` that keeps the code, too, that ran for a value: it counts as run by every job that is given the
+    value. For what the jobs of a process share.
     """
-    kept: list[T] = []
-    seen: Seen = {}
+    kept: dict[Any, T] = {}
+    code: dict[Any, Seen] = {}
 
     @functools.wraps(function)
-    def kept_or_new() -> T:
+    def kept_or_new(*args: P.args, **kwargs: P.kwargs) -> T:
+        key = args, frozenset(kwargs.items())
+        seen = code.setdefault(key, {})
         try:
-            if not kept:
+            if key not in kept:
                 with recording(seen):
-                    kept.append(function())
+                    kept[key] = function(*args, **kwargs)
         finally:
             if _recordings:
                 _recordings[-1].update(seen)
-        return kept[0]
+        return kept[key]
 
     return kept_or_new
 

@@ -108,13 +108,14 @@ def load(
     device: torch.device,
     dtype: torch.dtype,
     settings: Mapping[str, Any],
+    with_others: bool = False,
 ) -> PreTrainedModel:
-    """The golden model with this stage's weights.
+    """The golden model with this stage's weights; `with_others` for `load_another`.
 
     Raises:
         StageError: as `loading.load_stage` does.
     """
-    model = _meta_model(directory, dtype, settings)
+    model = _meta_model(directory, stage, dtype, settings, with_others)
     loading.load_stage(model, stage, directory, description, device)
     return model
 
@@ -126,19 +127,21 @@ def exact(
     description: Mapping[str, Any],
     device: torch.device,
     settings: Mapping[str, Any],
+    with_others: bool = False,
 ) -> PreTrainedModel:
     """The model that computes the truth of a stage of `model`, which `load` made: fp32, with the same weights.
 
     All experts' weights in one tensor stay as they are and are shared, and widened one expert at a time where they are
     used: a copy in fp32 would take twice the memory of the whole layer. Of the checkpoint are read again only tensors
-    that `model` holds in a narrower dtype than it does, such as an fp32 router.
+    that `model` holds in a narrower dtype than it does, such as an fp32 router. `with_others` is that of `load`.
 
     Raises:
         StageError: as `loading.load_stage` does.
     """
     implementation = settings.get("experts_implementation")
     implementation = EXPERT_BY_EXPERT if implementation == EXPERT_BY_EXPERT else "eager"
-    twin = _meta_model(directory, torch.float32, {**settings, "experts_implementation": implementation})
+    eager = {**settings, "experts_implementation": implementation}
+    twin = _meta_model(directory, stage, torch.float32, eager, with_others)
     kept = held(description, model.dtype)
     experts = keep_experts(twin, stage, kept, model.dtype)
     state = model.state_dict()
@@ -158,7 +161,7 @@ def load_another(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Fills the weights of one more stage into a model that `load` or `exact` made; `dtype` is the golden's.
+    """Fills the weights of one more stage into a model that `load` or `exact` made with others; `dtype` is the golden's.
 
     Raises:
         StageError: as `loading.load_stage` does.
@@ -167,10 +170,15 @@ def load_another(
     loading.load_stage(model, stage, directory, description, device)
 
 
-def _meta_model(directory: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> PreTrainedModel:
+def _meta_model(
+    directory: Path, stage: str, dtype: torch.dtype, settings: Mapping[str, Any], with_others: bool
+) -> PreTrainedModel:
     names = ("attn_implementation", "experts_implementation")
     implementations = {name: settings[name] for name in names if settings.get(name)}
-    return loading.meta_model(directory, settings["trust_remote_code"], dtype, **implementations)
+    trust = settings["trust_remote_code"]
+    if with_others:
+        return loading.meta_model(directory, trust, dtype, **implementations)
+    return loading.meta_stage(directory, stage, trust, dtype, **implementations)
 
 
 def held(description: Mapping[str, Any], dtype: torch.dtype) -> set[str]:

@@ -6,6 +6,7 @@ Names on disk differ from names in memory (fused experts, renamed buffers); tran
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
+from layerproof import fingerprint
 from layerproof.checkpoint import (
     CONFIG,
     INDEX,
@@ -41,8 +43,8 @@ from layerproof.checkpoint import (
     tensors_of_stage,
 )
 from layerproof.errors import StageError, UserError
-from layerproof.files import read_json
-from layerproof.stages import EMBED, LM_HEAD, NORM, layer_stage
+from layerproof.files import read_json, sha256
+from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of, layer_stage
 from layerproof.tensors import dtype_name
 
 
@@ -66,6 +68,37 @@ def meta_model(
     except (ValueError, TypeError, KeyError, ImportError) as error:
         raise UserError(f"{directory / CONFIG}: transformers cannot build this model ({error}).") from error
     return model.eval()
+
+
+def meta_stage(
+    directory: Path, stage: str, trust_remote_code: bool, dtype: torch.dtype, **implementations: str
+) -> PreTrainedModel:
+    """A `meta_model` in which the layers that are not this stage have lost their modules: most of its jobs' time would go
+    by looking through them. A process builds the model once.
+
+    Raises:
+        UserError: as `meta_model` does.
+    """
+    model = _whole_model(directory, sha256(directory / CONFIG), trust_remote_code, dtype, **implementations)
+    layers = cast("torch.nn.ModuleList", model.get_submodule(parts_of(model).layers))
+    others = {id(layer): _emptied(layer) for index, layer in enumerate(layers) if index != layer_of(stage)}
+    return copy.deepcopy(model, others)
+
+
+@fingerprint.cached
+def _whole_model(
+    directory: Path, config: str, trust_remote_code: bool, dtype: torch.dtype, **implementations: str
+) -> PreTrainedModel:
+    """A `meta_model` by the digest of its config.json, too; not to be changed."""
+    return meta_model(directory, trust_remote_code, dtype, **implementations)
+
+
+def _emptied(layer: torch.nn.Module) -> torch.nn.Module:
+    """A module of the same class and attributes, which the model may look at, without parameters, buffers and modules."""
+    empty = layer.__new__(type(layer))
+    torch.nn.Module.__init__(empty)
+    empty.__dict__ |= {name: value for name, value in vars(layer).items() if name not in vars(empty)}
+    return empty
 
 
 @dataclass(frozen=True)
@@ -223,7 +256,8 @@ def load_stage(
     device: torch.device,
     taken: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Fills the weights of one stage into a `meta_model`, converted as transformers does, cast to its dtype; in place.
+    """Fills the weights of one stage into a `meta_model` or `meta_stage`, in place: converted as transformers does, cast to
+    its dtype.
 
     Parameters and buffers in `taken` (by their names in the model) are those tensors, in the model's dtype, and are not
     read. Buffers that are computed and not loaded (rotary frequencies, embedding scale) are made for the whole model.

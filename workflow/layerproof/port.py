@@ -356,7 +356,7 @@ def _prepare_transformers(job: _Job) -> _Ready:
 
     register()
     directory, trust = job.runner.directory, job.runner.settings["trust_remote_code"]
-    model = loading.meta_model(directory, trust, job.dtype, experts_implementation=STATIC_EXPERTS)
+    model = loading.meta_stage(directory, job.stage, trust, job.dtype, experts_implementation=STATIC_EXPERTS)
     loading.load_stage(model, job.stage, directory, job.description, torch.device("cpu"))
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(job.ids.device))
     stage_input = None if job.stage == EMBED else job.x
