@@ -48,9 +48,10 @@ class Sums(NamedTuple):
     channels: [4, features], tokens: [4, tokens]: sums of the squares of `metrics.error_squares`
     unit_channels: [features], unit_tokens: [tokens]: sums of the port's squared errors in units of the noise
     bins: int64 [5, PATTERN_BINS]: by SPREADS, counts over the top bits of fp32 patterns
+    lowest: int64 [5]: by SPREADS, the smallest of these patterns but 0: below it bins need not be looked at
     spreads: [5, 3]: by SPREADS, how many are zero, their sum and the largest
     moments: [6]: count, means of port and golden, and their centred second moments pp, pg, gg
-    ranges: [2, 2]: smallest and largest of port and of golden
+    first: [2]: the first element of port and of golden; varied: int64 [2], how many differ from it
     totals: [3]: squares of the truth, squares of port - golden, elements that are close
     worst: [6]: the largest |port - truth|; number of its token, channel, port, golden and truth
     """
@@ -62,9 +63,11 @@ class Sums(NamedTuple):
     unit_channels: np.ndarray
     unit_tokens: np.ndarray
     bins: np.ndarray
+    lowest: np.ndarray
     spreads: np.ndarray
     moments: np.ndarray
-    ranges: np.ndarray
+    first: np.ndarray
+    varied: np.ndarray
     totals: np.ndarray
     worst: np.ndarray
 
@@ -79,18 +82,23 @@ class Sums(NamedTuple):
             unit_channels=np.zeros(features),
             unit_tokens=np.zeros(tokens),
             bins=np.zeros((len(SPREADS), PATTERN_BINS), np.int64),
+            lowest=np.full(len(SPREADS), PATTERN_BINS << PATTERN_SHIFT),
             spreads=np.zeros((len(SPREADS), 3)),
             moments=np.zeros(6),
-            ranges=np.array([[np.inf, -np.inf]] * 2),
+            first=np.zeros(2),
+            varied=np.zeros(2, np.int64),
             totals=np.zeros(3),
             worst=np.array([-1.0, 0, 0, 0, 0, 0]),
         )
 
-    def spread(self, name: str) -> tuple[int, float, float, np.ndarray]:
-        """Of one of SPREADS how many are zero, their sum, the largest, and their bins."""
+    def spread(self, name: str) -> tuple[int, float, float, np.ndarray, np.ndarray]:
+        """Of one of SPREADS how many are zero, their sum, the largest, the bins in use, 0 first, and their counts."""
         kind = SPREADS.index(name)
         zeros, total, largest = self.spreads[kind].tolist()
-        return int(zeros), total, largest, self.bins[kind]
+        start = max(1, self.lowest[kind] >> PATTERN_SHIFT)
+        end = (np.float32(min(largest, FLOAT32_MAX)).view(np.int32) >> PATTERN_SHIFT) + 1
+        used = np.append(0, np.flatnonzero(self.bins[kind, start:end]) + start)
+        return int(zeros), total, largest, used, self.bins[kind, used]
 
     def add(
         self,
@@ -103,10 +111,10 @@ class Sums(NamedTuple):
         """Adds a block of valid tokens, and returns whether all of its elements are finite.
 
         `numbers` int64 [rows] are the tokens' numbers, `kept` bool [rows] those to compare. `values` are port, golden and
-        truth, fp32 or fp64 [rows, features]; `patterns` the bits of port and golden as signed integers of their width,
-        None if their dtypes differ; `noise` is that of tokens [tokens], of channels [features] and of rounding.
+        truth [rows, features]: fp32, fp64, or uint16, the bits of bf16; `patterns` the bits of port and golden as signed
+        integers of their width, None if their dtypes differ; `noise` is that of tokens [tokens], of channels [features]
+        and of rounding.
         """
-        wide = np.float64 if any(of.dtype == np.float64 for of in values) else np.float32
         token, channel, rounding = noise or (self.unit_tokens, self.unit_channels, 0.0)
         with unrecorded():  # the first call compiles
             return _add(
@@ -114,7 +122,8 @@ class Sums(NamedTuple):
                 Constants(),
                 np.ascontiguousarray(numbers, np.int64),
                 np.ascontiguousarray(kept),
-                tuple(np.ascontiguousarray(of, wide) for of in values),
+                tuple(np.ascontiguousarray(of) for of in values),
+                tuple(of.dtype == np.uint16 for of in values),
                 tuple(np.ascontiguousarray(of) for of in patterns or [np.zeros((0, 0), np.int16)] * 2),
                 patterns is not None,
                 (np.ascontiguousarray(token), np.ascontiguousarray(channel), float(rounding)),
@@ -123,129 +132,172 @@ class Sums(NamedTuple):
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _add(sums, constants, numbers, kept, values, patterns, has_patterns, noise, has_noise):
-    """`Sums.add`."""
-    port, golden, truth = values
-    largest = constants.largest
-    rows, features = port.shape
+def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_patterns, noise, has_noise):
+    """`Sums.add`. The loops below write one array each: those a compiler turns into vector instructions."""
+    rows, features = values[0].shape
     p, g, x = np.empty(features), np.empty(features), np.empty(features)
-    exponents = x.view(np.int64)
     keep = np.empty(features, np.bool_)
-    errors = np.zeros((len(SPREADS), features))
-    single = np.zeros(features, np.float32)
+    squares, units = np.empty((4, features)), np.empty(features)
+    errors = np.empty((len(SPREADS), features))
+    single = np.empty(features, np.float32)
     all_finite = True
     for row in range(rows):
-        found = 0
-        for c in range(features):
-            p[c], g[c], x[c] = port[row, c], golden[row, c], truth[row, c]
-            keep[c] = abs(p[c]) <= largest and abs(g[c]) <= largest and abs(x[c]) <= largest
-            found += keep[c]
+        _set_values(values[0][row], are_bits[0], single, p)
+        _set_values(values[1][row], are_bits[1], single, g)
+        _set_values(values[2][row], are_bits[2], single, x)
+        found = _set_finite(constants.largest, p, g, x, keep)
         all_finite &= found == features
         if not kept[row] or not found:
             continue
-        sums.token_counts[numbers[row]] = found
-        _add_groups(sums, constants, numbers[row], p, g, x, exponents, keep, noise, has_noise)
-        _add_elements(sums, constants, numbers[row], p, g, x, keep, errors)
+        number = numbers[row]
+        sums.token_counts[number] = found
+        for c in range(features):
+            sums.counts[c] += keep[c]
+        _set_squares(constants.steps, p, g, x, squares[0], squares[1], squares[2], squares[3])
+        for of in range(4):
+            sums.tokens[of, number] = _add_to(sums.channels[of], squares[of])
+        if has_noise:
+            _set_units(constants, noise[0][number], noise[1], noise[2], squares[0], squares[3], units)
+            sums.unit_tokens[number] = _add_to(sums.unit_channels, units)
+        _set_errors(constants, p, g, x, errors[ABS], errors[REL], errors[PORT], errors[GOLDEN])
         if has_patterns:
-            _set_steps(patterns[0][row], patterns[1][row], errors[ULP])
+            _set_steps(patterns[0][row], patterns[1][row], keep, errors[ULP])
         for kind in range(len(SPREADS) if has_patterns else ULP):
-            _add_spread(sums, constants, kind, errors[kind], keep, single, single.view(np.int32))
+            _add_spread(sums, constants, kind, errors[kind], features - found, single)
+        _add_totals(sums, constants, g, x, errors[ABS], features - found)
+        _look_for_worst(sums, number, p, g, x, keep, errors[PORT])
         _add_moments(sums, p, g, keep, found)
     return all_finite
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _add_groups(sums, constants, number, p, g, x, exponents, keep, noise, has_noise):
-    """Squared errors of a token by channel and in all, also in units of the noise."""
-    noise_of_token, noise_of_channel, rounding = noise[0][number], noise[1], noise[2]
+def _set_values(values, are_bits, single, exact):
+    """A token's elements as fp64; bf16 is the upper half of fp32."""
+    if are_bits:
+        patterns = single.view(np.uint32)
+        for c in range(len(exact)):
+            patterns[c] = np.uint32(values[c]) << np.uint32(16)
+        for c in range(len(exact)):
+            exact[c] = single[c]
+    else:
+        for c in range(len(exact)):
+            exact[c] = values[c]
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _set_finite(largest, p, g, x, keep):
+    """Which elements are finite in all three, and how many. The others become 0, which adds nothing to sums of errors."""
+    found = 0
+    for c in range(len(keep)):
+        keep[c] = (abs(p[c]) <= largest) & (abs(g[c]) <= largest) & (abs(x[c]) <= largest)
+    for c in range(len(keep)):
+        found += keep[c]
+    if found < len(keep):
+        for c in range(len(keep)):
+            if not keep[c]:
+                p[c] = g[c] = x[c] = 0.0
+    return found
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _set_squares(steps, p, g, x, of_port, of_golden, of_rounding, expected):
+    """`metrics.error_squares` of a token."""
+    patterns = x.view(np.int64)
+    for c in range(len(x)):
+        of_port[c] = (p[c] - x[c]) * (p[c] - x[c])
+    for c in range(len(x)):
+        of_golden[c] = (g[c] - x[c]) * (g[c] - x[c])
+    for c in range(len(x)):
+        expected[c] = steps[(patterns[c] >> 52) & 0x7FF]
+    for c in range(len(x)):
+        rounded = np.rint(x[c] / expected[c]) * expected[c] - x[c]  # 0 is given the step of the smallest numbers
+        of_rounding[c] = rounded * rounded
+    for c in range(len(x)):
+        expected[c] = expected[c] * expected[c] / 12 if x[c] != 0 else 0.0
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _set_units(constants, of_token, of_channel, rounding, squares, expected, units):
+    """A token's squared errors in units of the noise."""
     most = constants.largest_ratio * constants.largest_ratio
-    of_port = of_golden = of_rounding = of_expected = in_units = 0.0
-    for c in range(len(p)):
-        if not keep[c]:
-            continue
-        port, golden = (p[c] - x[c]) * (p[c] - x[c]), (g[c] - x[c]) * (g[c] - x[c])
-        step = constants.steps[(exponents[c] >> 52) & 0x7FF] if x[c] != 0 else 0.0
-        rounded = np.rint(x[c] / step) * step - x[c] if x[c] != 0 else 0.0
-        rounded, expected = rounded * rounded, step * step / 12
-        sums.counts[c] += 1
-        sums.channels[0, c] += port
-        sums.channels[1, c] += golden
-        sums.channels[2, c] += rounded
-        sums.channels[3, c] += expected
-        of_port += port
-        of_golden += golden
-        of_rounding += rounded
-        of_expected += expected
-        if has_noise and port > 0:
-            units = port / ((noise_of_token * noise_of_channel[c] + rounding * expected) / 2)
-            units = most if units > most else units  # NaN stays
-            sums.unit_channels[c] += units
-            in_units += units
-    sums.tokens[0, number] = of_port
-    sums.tokens[1, number] = of_golden
-    sums.tokens[2, number] = of_rounding
-    sums.tokens[3, number] = of_expected
-    if has_noise:
-        sums.unit_tokens[number] = in_units
+    for c in range(len(units)):
+        unit = squares[c] / ((of_token * of_channel[c] + rounding * expected[c]) / 2)
+        unit = most if unit > most else unit  # NaN stays
+        units[c] = unit if squares[c] > 0 else 0.0
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _add_elements(sums, constants, number, p, g, x, keep, errors):
-    """Errors of a token's elements; those of which the spread is wanted are left in `errors`."""
-    absolute, of_golden = constants.close
-    truth_squares = difference_squares = 0.0
-    close = 0
+def _set_errors(constants, p, g, x, of_both, relative, of_port, of_golden):
+    """Errors of a token of which the spread is wanted, but for the steps."""
     for c in range(len(p)):
-        if not keep[c]:
-            continue
-        difference, magnitude = abs(p[c] - g[c]), abs(g[c])
+        of_both[c] = abs(p[c] - g[c])
+    for c in range(len(p)):
         # Where the golden is zero any other value is wholly wrong: divided by itself, it counts 1.
-        reference = magnitude if magnitude > 0 else abs(p[c])
-        errors[ABS, c] = difference
-        errors[REL, c] = min(difference / reference, constants.largest) if reference > 0 else 0.0
-        errors[PORT, c], errors[GOLDEN, c] = abs(p[c] - x[c]), abs(g[c] - x[c])
-        truth_squares += x[c] * x[c]
-        difference_squares += difference * difference
-        close += difference <= absolute + of_golden * magnitude
-        if errors[PORT, c] > sums.worst[0]:
-            sums.worst[0], sums.worst[1], sums.worst[2] = errors[PORT, c], number, c
-            sums.worst[3], sums.worst[4], sums.worst[5] = p[c], g[c], x[c]
-        for side, value in ((0, p[c]), (1, g[c])):
-            sums.ranges[side, 0] = min(sums.ranges[side, 0], value)
-            sums.ranges[side, 1] = max(sums.ranges[side, 1], value)
-    sums.totals[0] += truth_squares
-    sums.totals[1] += difference_squares
-    sums.totals[2] += close
+        reference = abs(g[c]) if g[c] != 0 else abs(p[c])
+        quotient = of_both[c] / reference if reference > 0 else 0.0
+        relative[c] = quotient if quotient < constants.largest else constants.largest
+    for c in range(len(p)):
+        of_port[c] = abs(p[c] - x[c])
+    for c in range(len(p)):
+        of_golden[c] = abs(g[c] - x[c])
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _set_steps(port, golden, steps):
+def _set_steps(port, golden, keep, steps):
     """Steps between floats by their patterns: in the order of values neighbours are one apart, -0 and +0 are both 0."""
     lowest = np.int64(np.iinfo(port.dtype).min)
     for c in range(len(port)):
         a, b = np.int64(port[c]), np.int64(golden[c])
         a, b = a if a >= 0 else lowest - a, b if b >= 0 else lowest - b
         # unsigned, since two fp64 can be more than 2^63 steps apart
-        steps[c] = np.float64(np.uint64(a) - np.uint64(b) if a > b else np.uint64(b) - np.uint64(a))
+        apart = np.uint64(a) - np.uint64(b) if a > b else np.uint64(b) - np.uint64(a)
+        steps[c] = np.float64(apart) if keep[c] else 0.0
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _add_spread(sums, constants, kind, values, keep, single, patterns):
-    """Counts values by their fp32 patterns; `patterns` are the bits of `single`, in which they are rounded."""
-    spread, bins = sums.spreads[kind], sums.bins[kind]
-    zeros, total, largest = 0, 0.0, spread[2]
+def _add_spread(sums, constants, kind, values, left_out, single):
+    """Counts values by their fp32 patterns, for which they are rounded in `single`. Of the zeros `left_out` stand for
+    elements that are not compared.
+    """
+    spread, bins, patterns = sums.spreads[kind], sums.bins[kind], single.view(np.int32)
+    zeros = 0
     for c in range(len(values)):
-        if keep[c]:
-            single[c] = min(values[c], constants.largest)
-            zeros += values[c] == 0
-            total += values[c]
-            largest = max(largest, values[c])
+        single[c] = min(values[c], constants.largest)
+    sums.lowest[kind] = min(sums.lowest[kind], _lowest(single.view(np.uint32)))
     for c in range(len(values)):
-        if keep[c]:
-            bins[patterns[c] >> constants.shift] += 1
-    spread[0] += zeros
-    spread[1] += total
-    spread[2] = largest
+        bins[patterns[c] >> constants.shift] += 1
+    bins[0] -= left_out
+    for c in range(len(values)):
+        zeros += values[c] == 0
+    spread[0] += zeros - left_out
+    spread[1] += _total(values)
+    spread[2] = max(spread[2], _largest(values))
+
+
+@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+def _add_totals(sums, constants, g, x, differences, left_out):
+    absolute, of_golden = constants.close
+    truth_squares = difference_squares = 0.0
+    close = 0
+    for c in range(len(x)):
+        truth_squares += x[c] * x[c]
+        difference_squares += differences[c] * differences[c]
+        close += differences[c] <= absolute + of_golden * abs(g[c])
+    sums.totals[0] += truth_squares
+    sums.totals[1] += difference_squares
+    sums.totals[2] += close - left_out
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _look_for_worst(sums, number, p, g, x, keep, errors):
+    largest = _largest(errors)
+    if largest <= sums.worst[0]:
+        return
+    for c in range(len(errors)):
+        if keep[c] and errors[c] == largest:
+            sums.worst[0], sums.worst[1], sums.worst[2] = largest, number, c
+            sums.worst[3], sums.worst[4], sums.worst[5] = p[c], g[c], x[c]
+            return
 
 
 @numba.njit(cache=True, error_model="numpy")
@@ -254,19 +306,13 @@ def _add_moments(sums, p, g, keep, found):
 
     Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
-    port_mean = golden_mean = pp = pg = gg = 0.0
-    for c in range(len(p)):
-        if keep[c]:
-            port_mean += p[c]
-            golden_mean += g[c]
-    port_mean, golden_mean = port_mean / found, golden_mean / found
-    for c in range(len(p)):
-        if keep[c]:
-            a, b = p[c] - port_mean, g[c] - golden_mean
-            pp += a * a
-            pg += a * b
-            gg += b * b
     moments = sums.moments
+    for side, values in ((0, p), (1, g)):
+        if moments[0] == 0:
+            sums.first[side] = values[np.argmax(keep)]
+        sums.varied[side] += _different(values, keep, sums.first[side])
+    port_mean, golden_mean = _total(p) / found, _total(g) / found
+    pp, pg, gg = _centred(p, g, keep, port_mean, golden_mean)
     a, b, total = port_mean - moments[1], golden_mean - moments[2], moments[0] + found
     weight = moments[0] * (found / total)
     moments[0] = total
@@ -275,3 +321,62 @@ def _add_moments(sums, p, g, keep, found):
     moments[3] += pp + a * a * weight
     moments[4] += pg + a * b * weight
     moments[5] += gg + b * b * weight
+
+
+@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+def _add_to(totals, values):
+    """Adds values to totals, element by element, and returns their sum."""
+    for c in range(len(values)):
+        totals[c] += values[c]
+    return _total(values)
+
+
+@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+def _total(values):
+    total = 0.0
+    for c in range(len(values)):
+        total += values[c]
+    return total
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _largest(values):
+    """The largest of numbers that are not negative, which have the order of their bits."""
+    result = np.zeros(1)
+    patterns, largest = values.view(np.int64), result.view(np.int64)
+    most = np.int64(0)
+    for c in range(len(values)):
+        most = max(most, patterns[c])
+    largest[0] = most
+    return result[0]
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _lowest(patterns):
+    """The smallest but 0, which becomes the largest when 1 is taken from it."""
+    lowest = np.uint32(0xFFFFFFFF)
+    for c in range(len(patterns)):
+        lowest = min(lowest, np.uint32(patterns[c] - np.uint32(1)))
+    return np.int64(lowest) + 1
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _different(values, keep, first):
+    """How many of a token's elements differ from one."""
+    different = 0
+    for c in range(len(values)):
+        different += (values[c] != first) & keep[c]
+    return different
+
+
+@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+def _centred(p, g, keep, port_mean, golden_mean):
+    """Sums of the squares and products of what is kept, less the means."""
+    pp = pg = gg = 0.0
+    for c in range(len(p)):
+        a = p[c] - port_mean if keep[c] else 0.0
+        b = g[c] - golden_mean if keep[c] else 0.0
+        pp += a * a
+        pg += a * b
+        gg += b * b
+    return pp, pg, gg

@@ -513,13 +513,16 @@ class _Moments:
 
 @dataclass(frozen=True)
 class _Spread:
-    """Largest, mean and quantiles of non-negative numbers; quantiles from counts over the top bits of fp32 patterns."""
+    """Largest, mean and quantiles of non-negative numbers; quantiles from `counts` over the top bits of fp32 patterns, the
+    `bins`, in their order, 0 first.
+    """
 
     count: int
     zeros: int
     total: float
     largest: float
     bins: np.ndarray
+    counts: np.ndarray
 
     @classmethod
     def of(cls, sums: Sums, name: str) -> _Spread:
@@ -538,16 +541,15 @@ class _Spread:
 
     def decades(self) -> list[int]:
         """Counts of the numbers other than zero between LOG10_EDGES."""
-        counts = self.bins.copy()
+        counts = self.counts.copy()
         counts[0] -= self.zeros
-        bins = np.flatnonzero(counts)
-        decade = np.searchsorted(10.0**LOG10_EDGES, _from_pattern(bins), side="right") - 1
+        decade = np.searchsorted(10.0**LOG10_EDGES, _from_pattern(self.bins), side="right") - 1
         decade = np.clip(decade, 0, len(LOG10_EDGES) - 2)
-        return np.bincount(decade, weights=counts[bins], minlength=len(LOG10_EDGES) - 1).astype(int).tolist()
+        return np.bincount(decade, weights=counts, minlength=len(LOG10_EDGES) - 1).astype(int).tolist()
 
     def _ranked(self, ranks: list[int]) -> list[Any]:
         """The values with these ranks, 0 being the smallest."""
-        return _from_pattern(np.searchsorted(np.cumsum(self.bins), ranks, side="right")).tolist()
+        return _from_pattern(self.bins[np.searchsorted(np.cumsum(self.counts), ranks, side="right")]).tolist()
 
 
 def _from_pattern(bins: np.ndarray) -> np.ndarray:
@@ -663,7 +665,7 @@ class _FloatComparison:
         all_finite = self.sums.add(
             tokens,
             ~self.left_out[tokens],
-            [self.tensors[name].as_numpy(of) for name, of in stored.items()],
+            [of.astype(np.float32) if of.dtype == np.float16 else of for of in stored.values()],
             patterns if self._same_dtype() else None,
             None if noise is None else (noise.token.reshape(-1), noise.channel, noise.rounding),
         )
@@ -724,8 +726,8 @@ class _FloatComparison:
         products = centred + count * np.outer(means, means)
         truth_squares, difference_squares, _ = self.sums.totals.tolist()
         norm, difference = math.sqrt(products[1, 1]), math.sqrt(difference_squares)
-        # Rounding of the mean gives a constant a tiny spread, so the range decides what is constant.
-        varies = (self.sums.ranges[:, 0] < self.sums.ranges[:, 1]) & (np.diag(centred) > 0)
+        # Rounding of the mean gives a constant a tiny spread, so its elements decide what is constant.
+        varies = (self.sums.varied > 0) & (np.diag(centred) > 0)
         scale = float(centred[0, 1] / centred[1, 1]) if varies[1] else None
         return {
             "cosine": _correlation(products),
