@@ -179,11 +179,22 @@ class _Tap:
         from layerproof.noise_kernel import Block
 
         for rows, columns in blocks(self.truth.shape, CHUNK_ELEMENTS):
-            truth, *draws = (of.as_numpy(of.read(rows, columns)) for of in (self.truth, *self.draws))
-            dtype = np.float64 if any(of.dtype == np.float64 for of in (truth, *draws)) else np.float32
+            are_bits = {draw.dtype for draw in self.draws} == {"bfloat16"}
+            draws = np.stack(
+                [
+                    draw.read(rows, columns) if are_bits else draw.as_numpy(draw.read(rows, columns))
+                    for draw in self.draws
+                ]
+            )
             yield Block(
                 np.ascontiguousarray(token_numbers(rows, columns, self.compared.shape[1]), np.int64),
                 self.compared[rows, columns].reshape(-1),
-                np.ascontiguousarray(truth, dtype),
-                np.stack(draws).astype(dtype),
+                np.ascontiguousarray(_wide(self.truth.as_numpy(self.truth.read(rows, columns)))),
+                draws if are_bits else _wide(draws),
+                are_bits,
             )
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    """fp32 in place of fp16, of which the compiler knows nothing."""
+    return values.astype(np.float32) if values.dtype == np.float16 else values

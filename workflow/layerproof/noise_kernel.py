@@ -25,13 +25,14 @@ class Constants(NamedTuple):
 
 class Block(NamedTuple):
     """Tokens of a tap: `numbers` int64 [tokens] and `kept` bool [tokens], whether to look at them; `truth` [tokens,
-    features] and `draws` [draws, tokens, features] in one dtype, fp32 or fp64.
+    features] and `draws` [draws, tokens, features], fp32 or fp64, or of the draws uint16, the bits of bf16, if `are_bits`.
     """
 
     numbers: np.ndarray
     kept: np.ndarray
     truth: np.ndarray
     draws: np.ndarray
+    are_bits: bool
 
 
 class Fit(NamedTuple):
@@ -93,44 +94,93 @@ def in_units(
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_squares(block, row, constants, exact, squares, keep):
-    """Squared errors [rows + 1, features] of a token, 0 where one of them is not finite, and how many are `keep`."""
-    truth, draws = block.truth, block.draws
-    bits = exact.view(np.int64)
+    """Squared errors [rows + 1, features] of a token, 0 where one of them is not finite, and how many are `keep`.
+
+    As in kernel.py loops write one array each: those a compiler turns into vector instructions.
+    """
+    draws, patterns = block.draws, exact.view(np.int64)
+    rounding, expected = squares[len(draws)], squares[len(draws) + 1]
+    single = np.empty(len(exact), np.float32)
+    keep[:] = True
+    _set_values(block.truth[row], False, single, exact)
+    _keep_finite(exact, constants.largest, keep)
+    for draw in range(len(draws)):
+        _set_values(draws[draw, row], block.are_bits, single, squares[draw])
+        _keep_finite(squares[draw], constants.largest, keep)
     found = 0
-    for c in range(len(exact)):
-        exact[c] = truth[row, c]
-        keep[c] = abs(exact[c]) <= constants.largest
-    for draw in range(len(draws)):
-        for c in range(len(exact)):
-            keep[c] &= abs(draws[draw, row, c]) <= constants.largest
-    for c in range(len(exact)):
+    for c in range(len(keep)):
         found += keep[c]
-        exact[c] = exact[c] if keep[c] else 0.0
+    if found < len(keep):
+        for c in range(len(keep)):
+            if not keep[c]:
+                exact[c] = 0.0
+                squares[: len(draws), c] = 0.0
     for draw in range(len(draws)):
-        for c in range(len(exact)):
-            error = np.float64(draws[draw, row, c]) - exact[c] if keep[c] else 0.0
-            squares[draw, c] = error * error
+        _square_difference(squares[draw], exact)
     for c in range(len(exact)):
-        step = constants.steps[(bits[c] >> 52) & 0x7FF] if exact[c] != 0 else 0.0
-        error = np.rint(exact[c] / step) * step - exact[c] if exact[c] != 0 else 0.0
-        squares[len(draws), c] = error * error
-        squares[len(draws) + 1, c] = step * step / 12
+        expected[c] = constants.steps[(patterns[c] >> 52) & 0x7FF]
+    for c in range(len(exact)):
+        error = np.rint(exact[c] / expected[c]) * expected[c] - exact[c]  # 0 is given the step of the smallest numbers
+        rounding[c] = error * error
+    for c in range(len(exact)):
+        expected[c] = expected[c] * expected[c] / 12 if exact[c] != 0 else 0.0
     return found
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _relative(square, noise, most):
-    """`metrics.relative` of one element."""
-    if square > 0:
-        units = square / noise
-        return most if units > most else units  # NaN stays
-    return 0.0
+def _set_values(values, are_bits, single, wide):
+    """A token's elements as fp64; bf16 is the upper half of fp32."""
+    if are_bits:
+        patterns = single.view(np.uint32)
+        for c in range(len(wide)):
+            patterns[c] = np.uint32(values[c]) << np.uint32(16)
+        for c in range(len(wide)):
+            wide[c] = single[c]
+    else:
+        for c in range(len(wide)):
+            wide[c] = values[c]
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _keep_finite(values, largest, keep):
+    for c in range(len(values)):
+        keep[c] &= abs(values[c]) <= largest
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _square_difference(values, exact):
+    for c in range(len(values)):
+        values[c] = (values[c] - exact[c]) * (values[c] - exact[c])
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _set_units(squares, noise, most, units):
+    """`metrics.relative`."""
+    for c in range(len(units)):
+        unit = squares[c] / noise[c]
+        unit = most if unit > most else unit  # NaN stays
+        units[c] = unit if squares[c] > 0 else 0.0
+
+
+@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+def _total(values):
+    total = 0.0
+    for c in range(len(values)):
+        total += values[c]
+    return total
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _add_to(totals, values):
+    for c in range(len(values)):
+        totals[c] += values[c]
 
 
 @numba.njit(cache=True, error_model="numpy")
 def _count(fit, expected, constants, block):
     features, rows = len(fit.channel_counts), len(fit.channel)
     exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
+    one, units = np.ones(features), np.empty(features)
     most = constants.largest_ratio * constants.largest_ratio
     for row in range(len(block.numbers)):
         if not block.kept[row]:
@@ -138,28 +188,20 @@ def _count(fit, expected, constants, block):
         fit.token_counts[block.numbers[row]] = _set_squares(block, row, constants, exact, squares, keep)
         for c in range(features):
             fit.channel_counts[c] += keep[c]
-            expected[c] += _relative(squares[rows, c], 1.0, most)
         for of in range(rows + 1):
-            total = 0.0
-            for c in range(features):
-                total += squares[of, c]
-            fit.squares[of] += total
-        for of in range(rows):
-            for c in range(features):
-                fit.channel[of, c] += _relative(squares[of, c], 1.0, most)
+            fit.squares[of] += _total(squares[of])
+            _set_units(squares[of], one, most, units)
+            _add_to(fit.channel[of] if of < rows else expected, units)
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _set_token(fit, number, channel, is_exact, squares, most):
+def _set_token(fit, number, channel, is_exact, squares, most, units):
     """A token's factors by those of the channels, and their mean."""
-    rows, features = fit.channel.shape
+    rows = len(fit.channel)
     mean = 0.0
     for of in range(rows):
-        known = rows if is_exact else of
-        total = 0.0
-        for c in range(features):
-            total += _relative(squares[known, c], channel[c], most)
-        fit.token[of, number] = total / fit.token_counts[number]
+        _set_units(squares[rows if is_exact else of], channel, most, units)
+        fit.token[of, number] = _total(units) / fit.token_counts[number]
         mean += fit.token[of, number] / rows
     return mean
 
@@ -168,37 +210,41 @@ def _set_token(fit, number, channel, is_exact, squares, most):
 def _balance(fit, following, channel, is_exact, constants, block):
     rows, features = fit.channel.shape
     exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
+    of_token, units = np.empty(features), np.empty(features)
     most = constants.largest_ratio * constants.largest_ratio
     for row in range(len(block.numbers)):
         if not block.kept[row]:
             continue
         _set_squares(block, row, constants, exact, squares, keep)
-        mean = _set_token(fit, block.numbers[row], channel, is_exact, squares, most)
+        of_token[:] = _set_token(fit, block.numbers[row], channel, is_exact, squares, most, units)
         for of in range(rows):
-            known = rows if is_exact else of
-            for c in range(features):
-                following[of, c] += _relative(squares[known, c], mean, most)
+            _set_units(squares[rows if is_exact else of], of_token, most, units)
+            _add_to(following[of], units)
 
 
 @numba.njit(cache=True, error_model="numpy")
 def _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, constants, block):
     rows, features = fit.channel.shape
     exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
+    noise, units = np.empty(features), np.empty(features)
     most = constants.largest_ratio * constants.largest_ratio
     for row in range(len(block.numbers)):
         if not block.kept[row]:
             continue
         number = block.numbers[row]
         _set_squares(block, row, constants, exact, squares, keep)
-        _set_token(fit, number, channel, is_exact, squares, most)
+        _set_token(fit, number, channel, is_exact, squares, most, units)
         for of in range(rows):
             other = 0.0  # summed, since a difference would lose small ones beside a large one
             for draw in range(rows):
                 other += fit.token[draw, number] / (rows - 1) if draw != of else 0.0
-            total = 0.0
-            for c in range(features):
-                noise = (other * others[of, c] + rounding * squares[rows, c]) / 2
-                units = _relative(squares[of, c], noise, most)
-                total += units
-                by_channel[of, c] += units
-            by_token[of, number] = total
+            _set_noise(other, others[of], rounding, squares[rows], noise)
+            _set_units(squares[of], noise, most, units)
+            _add_to(by_channel[of], units)
+            by_token[of, number] = _total(units)
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _set_noise(of_token, of_channel, rounding, expected, noise):
+    for c in range(len(noise)):
+        noise[c] = (of_token * of_channel[c] + rounding * expected[c]) / 2
