@@ -2,7 +2,8 @@
 
 Under snakemake `python -m layerproof VERB` is a client. It hands its command line, directory and output to a server, which
 the first job starts, and waits; the server hands them to a runner, one that is idle or a new one, and a runner takes the
-next job when it has done this one. There is a server for each side of `client.SIDES`.
+next job when it has done this one. There is a server for each side of `client.SIDES`. A server of ports imports what all of
+its runners need and forks them, since there is one for each kind of stage.
 
 Where it matters a job is as alone as in a process of its own: a runner that dies takes only its own job with it, and the
 client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
@@ -17,6 +18,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import importlib
 import json
 import os
 import select
@@ -44,6 +46,8 @@ FILES = 3
 """A client's connection, standard output and standard error."""
 PATIENCE = 5
 """Seconds that a client may take between connecting and handing over its job, and an idle runner to end."""
+PACKAGES = {"port": ("torch_xla", "transformers.modeling_utils", "h5py")}
+"""What a side's server imports. Nothing that looks for a GPU, which a process cannot use whose parent did."""
 
 
 def start_server(address: Path) -> None:
@@ -57,32 +61,38 @@ def start_server(address: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening, open(address.parent / "log", "ab") as log:
         listening.bind(str(address))
         listening.listen()
-        _start(listening, "serve", owner, output=log)
+        subprocess.Popen(  # which no terminal interrupts
+            _command(listening, "serve", int(owner)),
+            pass_fds=[listening.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
-def _start(inherited: socket.socket, *arguments: str, output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-    """Starts this module as a process that no terminal interrupts; it prints to `output`, or where this one does."""
-    number = inherited.fileno()
-    command = [sys.executable, "-m", "layerproof.worker", str(number), *arguments]
-    return subprocess.Popen(
-        command, pass_fds=[number], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-    )
+def _command(inherited: socket.socket, task: str, process: int) -> list[str]:
+    return [sys.executable, "-m", "layerproof.worker", str(inherited.fileno()), task, str(process)]
 
 
 @dataclass
 class _Runner:
-    """A process that runs jobs of one kind, the socket to it, and the client whose job it runs."""
+    """A process that runs jobs of one kind, what can be read when it has ended, the socket to it, and the client whose job
+    it runs. What it started may keep the socket open.
+    """
 
-    process: subprocess.Popen[bytes]
+    process: int
+    ended: IO[bytes]
     control: socket.socket
     kind: bytes
     client: socket.socket | None = None
 
 
-def serve(listening: socket.socket, owner: int) -> None:
-    """Hands jobs to runners until the process `owner` ends."""
+def serve(listening: socket.socket, owner: int) -> socket.socket | None:
+    """Hands jobs to runners until the process `owner` ends. In a runner, returns the socket over which it is given jobs."""
     runners: list[_Runner] = []
     end = os.pidfd_open(owner)
+    is_ready = _import_packages(PACKAGES.get(Path(listening.getsockname()).name.partition("-")[0], ()))
     try:
         while True:
             poll = select.poll()
@@ -90,6 +100,7 @@ def serve(listening: socket.socket, owner: int) -> None:
             poll.register(end, select.POLLIN)
             for runner in runners:
                 poll.register(runner.control, select.POLLIN)
+                poll.register(runner.ended, select.POLLIN)
                 if runner.client is not None:
                     poll.register(runner.client, select.POLLRDHUP)
             ready = {number for number, _ in poll.poll()}
@@ -98,20 +109,40 @@ def serve(listening: socket.socket, owner: int) -> None:
                     if runner.client is not None:  # its job did not fail: nobody waits for it any more
                         _tell(runner.client, b"exit 1")
                 _clear(Path(listening.getsockname()))
-                return
+                return None
             for runner in list(runners):
                 if runner.control.fileno() in ready:
                     alive = _relay(runner)
                 else:
-                    alive = runner.client is None or runner.client.fileno() not in ready
+                    left = runner.client is not None and runner.client.fileno() in ready
+                    alive = not left and runner.ended.fileno() not in ready
                 if not alive:
                     runners.remove(runner)
                     _end(runner)
             if listening.fileno() in ready:
-                _accept(listening, runners)
+                control = _accept(listening, runners)
+                if control is not None:
+                    runners.clear()
+                    os.close(end)
+                    if not is_ready:  # the job says why
+                        control.set_inheritable(True)
+                        os.execv(sys.executable, _command(control, "run", os.getppid()))
+                    return control
     finally:
         for runner in runners:
             _end(runner)
+
+
+def _import_packages(names: Sequence[str]) -> bool:
+    """Whether all of them could be imported."""
+    try:
+        for name in names:
+            importlib.import_module(name)
+    except Exception:
+        traceback.print_exc()
+        return False
+    gc.freeze()  # or looking through them would copy their memory in each runner
+    return True
 
 
 def _clear(address: Path) -> None:
@@ -121,8 +152,10 @@ def _clear(address: Path) -> None:
         shutil.rmtree(address.parent, ignore_errors=True)
 
 
-def _accept(listening: socket.socket, runners: list[_Runner]) -> None:
-    """Hands one client's job to a runner of its kind; if it needs the device, idle ones of another kind are ended."""
+def _accept(listening: socket.socket, runners: list[_Runner]) -> socket.socket | None:
+    """Hands one client's job to a runner of its kind; if it needs the device, idle ones of another kind are ended. In a
+    runner that is forked for it, closes what is the server's and returns the runner's own socket.
+    """
     client, _ = listening.accept()
     client.settimeout(PATIENCE)
     try:
@@ -131,7 +164,7 @@ def _accept(listening: socket.socket, runners: list[_Runner]) -> None:
         outputs = []
     if len(outputs) != 2:
         client.close()
-        return
+        return None
     client.settimeout(None)
     kind, place = message[:DIGITS], message[DIGITS:]
     idle = [runner for runner in runners if runner.client is None]
@@ -141,14 +174,25 @@ def _accept(listening: socket.socket, runners: list[_Runner]) -> None:
     runner = next((runner for runner in idle if runner.kind == kind), None)
     if runner is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            runner = _Runner(_start(theirs, "run", str(os.getpid())), ours, kind)
+        process = os.fork()
+        with contextlib.suppress(OSError):  # here and there, whoever is first: a group of its own, to be ended as one
+            os.setpgid(process, process)
+        if process == 0:
+            of_others = [file for one in runners for file in (one.control, one.ended, one.client) if file is not None]
+            for file in (listening, client, ours, *of_others):
+                file.close()
+            for output in outputs:
+                os.close(output)
+            return theirs
+        theirs.close()
+        runner = _Runner(process, os.fdopen(os.pidfd_open(process), "rb"), ours, kind)
         runners.append(runner)
     runner.client = client
     with contextlib.suppress(ConnectionError):  # died while it was idle: its end is seen next
         socket.send_fds(runner.control, [b"\n"], [client.fileno(), *outputs])
     for output in outputs:
         os.close(output)
+    return None
 
 
 def _relay(runner: _Runner) -> bool:
@@ -174,13 +218,13 @@ def _end(runner: _Runner) -> None:
     """Ends a runner and what it started, and tells its client, if that is, how it died."""
     runner.control.close()  # by which an idle one ends, and clears up
     if runner.client is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            runner.process.wait(PATIENCE)
+        select.select([runner.ended], [], [], PATIENCE)
+    runner.ended.close()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(runner.process.pid, signal.SIGKILL)
-    code = runner.process.wait()
+        os.killpg(runner.process, signal.SIGKILL)
+    _, status = os.waitpid(runner.process, 0)
     if runner.client is not None:
-        _tell(runner.client, f"died {code}".encode())
+        _tell(runner.client, f"died {os.waitstatus_to_exitcode(status)}".encode())
         runner.client.close()
 
 
@@ -192,7 +236,7 @@ def run_jobs(control: socket.socket, server: int) -> None:
     faulthandler.enable()  # a crash leaves the Python stack in the log, and what was printed before:
     for stream in (sys.stdout, sys.stderr):
         cast("TextIOWrapper", stream).reconfigure(line_buffering=True)
-    beginning = [sys.executable, "-m", "layerproof.worker", *sys.argv[1:]], dict(os.environ)
+    beginning = _command(control, "run", server), dict(os.environ)
     loaded: dict[str, float] = {}
     failed = False
 
@@ -263,8 +307,13 @@ def _exit_code(run: Callable[[], int]) -> int:
 def main() -> None:
     """`python -m layerproof.worker SOCKET serve OWNER` and `... SOCKET run SERVER`; SOCKET is an open file's number."""
     number, task, process = sys.argv[1:]
-    with socket.socket(fileno=int(number)) as opened:
-        {"serve": serve, "run": run_jobs}[task](opened, int(process))
+    control: socket.socket | None = socket.socket(fileno=int(number))
+    server = int(process)
+    if task == "serve":
+        server = os.getpid()
+        control = serve(control, int(process))
+    if control is not None:
+        run_jobs(control, server)
 
 
 if __name__ == "__main__":
