@@ -228,19 +228,20 @@ def fingerprints(seen: Seen) -> dict[str, str]:
 
     What was edited while the job ran gets a fingerprint that nothing has, so that the job runs again.
     """
-    _module_at.cache_clear()  # more may be loaded than the last time
+    for of_last_time in (_modules, _parsed):  # more may be loaded, and files edited
+        of_last_time.cache_clear()
     entries: set[str] = set()
     edited: set[str] = set()
     for code, modified in seen.values():
-        path = Path(code.co_filename)
         if not _is_own(code.co_filename) or modified is None:
             continue
+        path = Path(code.co_filename)
         if _is_generated(path, modified):
             continue
         if modified >= STARTED or _modified(code.co_filename) != modified:
             edited.add(f"{_relative(path)}::")
         else:
-            _add_closure(path, _entry_of(_parse(path), code), entries)
+            _add_closure(path, _entry_of(_parsed(path), code), entries)
     return {entry: current(entry) for entry in sorted(entries)} | dict.fromkeys(
         sorted(edited), "edited while the job ran"
     )
@@ -364,6 +365,12 @@ def _parse(path: Path) -> _Source:
 
 
 @functools.cache
+def _parsed(path: Path) -> _Source:
+    """`_parse` as it was when a set of fingerprints was begun: it looks at few files thousands of times."""
+    return _parse(path)
+
+
+@functools.cache
 def _parse_version(path: Path, mtime_ns: int, size: int) -> _Source:
     source = _Source()
     for statement in ast.parse(path.read_bytes()).body:
@@ -465,12 +472,12 @@ def _add_closure(path: Path, local: str, entries: set[str]) -> None:
     if entry in entries:
         return
     entries.add(entry)
-    source = _parse(path)
+    source = _parsed(path)
     _add_closure(path, "", entries)
     owner = local.rpartition(".")[0]
     if owner in source.classes:
         _add_closure(path, f"={owner}", entries)
-    module = _module_at(path)
+    module = _modules().get(str(path))
     for parts in source.uses(local):
         used = {name for part in parts for name in part.names}
         for name in used & source.bindings.keys():
@@ -499,7 +506,7 @@ def _add_starred(module: ModuleType, source: _Source, names: set[str], entries: 
         filename = getattr(target, "__file__", None)
         if target is None or not filename or not _is_own(filename):
             continue
-        starred = _parse(Path(filename))
+        starred = _parsed(Path(filename))
         for name in names & starred.bindings.keys():
             _add_closure(Path(filename), f"={name}", entries)
         _add_starred(target, starred, names - starred.bindings.keys(), entries)
@@ -541,16 +548,14 @@ def _target(module: ModuleType, statement: ast.ImportFrom) -> ModuleType | None:
 
 def _add_binding(module: ModuleType, name: str, entries: set[str]) -> None:
     filename = getattr(module, "__file__", None)
-    if filename and _is_own(filename) and name in _parse(Path(filename)).bindings:
+    if filename and _is_own(filename) and name in _parsed(Path(filename)).bindings:
         _add_closure(Path(filename), f"={name}", entries)
 
 
 @functools.cache
-def _module_at(path: Path) -> ModuleType | None:
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == str(path):
-            return module
-    return None
+def _modules() -> dict[str, ModuleType]:
+    """Modules by file; of several the first."""
+    return {name: module for module in [*sys.modules.values()][::-1] if (name := getattr(module, "__file__", None))}
 
 
 @functools.cache
