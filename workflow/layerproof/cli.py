@@ -478,6 +478,7 @@ ONE_FILE = ("tokens", "config", "template", "verdicts", "unused", "comparison", 
 """Flags that name one file; the others name any number."""
 
 
+@functools.cache
 def parser() -> argparse.ArgumentParser:
     """The command line; every flag that names several files takes them one after the other."""
     top = argparse.ArgumentParser(
