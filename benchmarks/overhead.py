@@ -22,9 +22,9 @@ SNAKEMAKE = ["snakemake", "--cores", "1", "results/report.html"]
 ONE_PROCESS = Path(__file__).with_name("one_process.py")
 
 
-def _workflow(directory: Path, name: str, **config) -> Workflow:
-    """A model of 62 layers with one kind or two, and its workflow."""
-    models.CONFIGS[name]["num_hidden_layers"] = LAYERS
+def _workflow(directory: Path, name: str, layers: int = LAYERS, **config) -> Workflow:
+    """A model of so many layers with one kind or two, and its workflow."""
+    models.CONFIGS[name]["num_hidden_layers"] = layers
     if "mlp_only_layers" in models.CONFIGS[name]:
         models.CONFIGS[name]["mlp_only_layers"] = list(range(DENSE))
     models.save(name, directory / "model")
@@ -37,8 +37,9 @@ def run() -> list[Result]:
     """The ratios, each with what was measured beside it."""
     results = []
     with tempfile.TemporaryDirectory(prefix="layerproof-overhead-") as folder:
-        for name in ("workflow", "baseline"):
-            _workflow(Path(folder) / name, "minimax_m2")
+        for name, layers in (("workflow", LAYERS), ("baseline", LAYERS), ("small", 1)):
+            _workflow(Path(folder) / name, "minimax_m2", layers)
+        measure([sys.executable, str(ONE_PROCESS)], Path(folder) / "small")  # compiles what a checkout keeps
         baseline = measure([sys.executable, str(ONE_PROCESS)], Path(folder) / "baseline").wall_s
         jobs = measure(SNAKEMAKE, Path(folder) / "workflow").wall_s
         again = measure(SNAKEMAKE, Path(folder) / "workflow").wall_s
