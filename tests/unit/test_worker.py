@@ -57,6 +57,8 @@ VERBS = """
             os.kill(os.getpid(), signal.SIGKILL)
         if verb == "crash":
             raise RuntimeError("a mistake of ours")
+        if verb in ("bisect", "predict"):
+            rest = ["torch_xla" in sys.modules]
         if verb == "leak":
             os.environ["LEAKED"], sys.argv = "yes", []
             os.chdir("/")
@@ -257,6 +259,22 @@ def test_a_job_prints_to_its_own_log_and_works_in_its_own_directory(shared):
     for (code, output, errors), word in ((first, "first"), (second, "second")):
         hello, _, directory, *rest = output.split()
         assert (code, hello, directory, rest, errors) == (0, "hello", str(shared.directory), [word, "clean"], "")
+
+
+@pytest.mark.parametrize(
+    ("verb", "device", "prepared"),
+    [("bisect", "CPU", "True"), ("bisect", "NEURON", "False"), ("predict", "CPU", "False")],
+)
+def test_only_ports_on_the_host_start_with_packages(shared, verb, device, prepared):
+    """For what is imported may hold a device, and then only one process can use it."""
+    output = shared.run(verb, "--spec", json.dumps({"device": device}))[1]
+    assert output.split()[-2] == prepared
+
+
+def test_a_package_that_cannot_be_imported_is_left_to_the_job(shared):
+    (shared.directory / "torch_xla.py").write_text("raise RuntimeError('no such device')")
+    code, output, _ = shared.run("bisect", "--spec", json.dumps({"device": "CPU"}))
+    assert code == 0 and output.split()[-2] == "False"
 
 
 def test_jobs_at_the_same_time_do_not_share(shared):

@@ -2,8 +2,8 @@
 
 Under snakemake `python -m layerproof VERB` is a client. It hands its command line, directory and output to a server, which
 the first job starts, and waits; the server hands them to a runner, one that is idle or a new one, and a runner takes the
-next job when it has done this one. There is a server for each side of `client.SIDES`. A server of ports imports what all of
-its runners need and forks them, since there is one for each kind of stage.
+next job when it has done this one. There is a server for each side of `client.SIDES`. It imports what ports on the host need
+and forks their runners, since there is one for each kind of stage.
 
 Where it matters a job is as alone as in a process of its own: a runner that dies takes only its own job with it, and the
 client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
-from layerproof.client import BY_KIND, DEVICE, DIGITS, side_of
+from layerproof.client import BY_KIND, DEVICE, DIGITS, HOST, side_of
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
@@ -46,8 +46,10 @@ FILES = 3
 """A client's connection, standard output and standard error."""
 PATIENCE = 5
 """Seconds that a client may take between connecting and handing over its job, and an idle runner to end."""
-PACKAGES = {"port": ("torch_xla", "transformers.modeling_utils", "h5py")}
-"""What a side's server imports. Nothing that looks for a GPU, which a process cannot use whose parent did."""
+PACKAGES = ("torch_xla", "transformers.modeling_utils", "h5py")
+"""What a server imports for ports on the host. Others start from nothing: importing may touch a device, and a process cannot
+use one that its parent did.
+"""
 
 
 def start_server(address: Path) -> None:
@@ -92,7 +94,6 @@ def serve(listening: socket.socket, owner: int) -> socket.socket | None:
     """Hands jobs to runners until the process `owner` ends. In a runner, returns the socket over which it is given jobs."""
     runners: list[_Runner] = []
     end = os.pidfd_open(owner)
-    is_ready = _import_packages(PACKAGES.get(Path(listening.getsockname()).name.partition("-")[0], ()))
     try:
         while True:
             poll = select.poll()
@@ -122,21 +123,18 @@ def serve(listening: socket.socket, owner: int) -> socket.socket | None:
             if listening.fileno() in ready:
                 control = _accept(listening, runners)
                 if control is not None:
-                    runners.clear()
                     os.close(end)
-                    if not is_ready:  # the job says why
-                        control.set_inheritable(True)
-                        os.execv(sys.executable, _command(control, "run", os.getppid()))
                     return control
     finally:
         for runner in runners:
             _end(runner)
 
 
-def _import_packages(names: Sequence[str]) -> bool:
-    """Whether all of them could be imported."""
+@functools.cache
+def _import_packages() -> bool:
+    """Whether all of them could be imported; if not, a job says why."""
     try:
-        for name in names:
+        for name in PACKAGES:
             importlib.import_module(name)
     except Exception:
         traceback.print_exc()
@@ -154,7 +152,7 @@ def _clear(address: Path) -> None:
 
 def _accept(listening: socket.socket, runners: list[_Runner]) -> socket.socket | None:
     """Hands one client's job to a runner of its kind; if it needs the device, idle ones of another kind are ended. In a
-    runner that is forked for it, closes what is the server's and returns the runner's own socket.
+    runner that is forked for it, closes what is the server's and returns the runner's own socket, or starts from nothing.
     """
     client, _ = listening.accept()
     client.settimeout(PATIENCE)
@@ -174,15 +172,20 @@ def _accept(listening: socket.socket, runners: list[_Runner]) -> socket.socket |
     runner = next((runner for runner in idle if runner.kind == kind), None)
     if runner is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        process = os.fork()
+        prepared = place == HOST and _import_packages()
+        server, process = os.getpid(), os.fork()
         with contextlib.suppress(OSError):  # here and there, whoever is first: a group of its own, to be ended as one
             os.setpgid(process, process)
         if process == 0:
             of_others = [file for one in runners for file in (one.control, one.ended, one.client) if file is not None]
+            runners.clear()  # or they would be ended here, too
             for file in (listening, client, ours, *of_others):
                 file.close()
             for output in outputs:
                 os.close(output)
+            if not prepared:
+                theirs.set_inheritable(True)
+                os.execv(sys.executable, _command(theirs, "run", server))
             return theirs
         theirs.close()
         runner = _Runner(process, os.fdopen(os.pidfd_open(process), "rb"), ours, kind)
