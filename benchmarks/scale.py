@@ -9,6 +9,7 @@ change: MACHINES is the place to put yours.
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ FULL = CONFIG | {"num_hidden_layers": 62, "vocab_size": 200064, "attn_type_list"
 LENGTHS = (512, 4096)
 EFFICIENCY = 0.3
 """Of a device's peak, in products as large as these."""
-REPEATS = 3
 JOBS = 3.0
 """Seconds that Snakemake and the processes take for all jobs of a stage (benchmarks/overhead.py), rounded up."""
 
@@ -108,7 +108,10 @@ def seconds_by_element() -> dict[str, float]:
             tensors.write(Path(directory) / "port.h5", {"port": {"out": golden}}, valid=valid)
             compare(golden, golden, truth, valid)
 
-        return {side: seconds(work) / exact.numel() for side, work in (("golden", of_golden), ("port", of_port))}
+        return {
+            side: seconds(work, time.process_time) / exact.numel()
+            for side, work in (("golden", of_golden), ("port", of_port))
+        }
 
 
 def hours(found: dict[str, Any], length: int, by_element: dict[str, float]) -> list[Result]:

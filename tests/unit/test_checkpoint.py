@@ -89,6 +89,8 @@ def test_a_stage_is_built_as_in_the_whole_model_and_other_layers_without_modules
         for other in stages:
             module, wanted = (transformers_stage.stage_module(of, other) for of in (model, whole))
             assert type(module) is type(wanted) and vars(module).keys() == vars(wanted).keys()
+            assert module.training is wanted.training is False
+            assert getattr(module, "config", model.config) is not getattr(wanted, "config", None)
             if other == stage or not other.startswith("layer"):
                 assert loading.held_by(model, other) == loading.held_by(whole, other)
             else:

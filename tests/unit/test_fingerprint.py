@@ -726,3 +726,15 @@ for code, _ in seen.values():
     if function and path.is_relative_to(library) and path.name != "fingerprint.py":
         print(path.relative_to(library), code.co_name)
 """
+
+
+def test_code_that_sets_the_profiler_it_found_again_is_recorded():
+    """As torch does where it looks for cycles."""
+    seen = {}
+    with fingerprint.recording(seen):
+        found = sys.getprofile()
+        sys.setprofile(None)
+        sys.setprofile(found)
+        within()
+        before()
+    assert {"within", "before"} <= names_of(seen)

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 # The verbs of these tests, in place of the library's. `golden` and `port` may run a few tasks apart, as the library's do.
 VERBS = """
-    import argparse, functools, os, secrets, signal, sys, time
+    import argparse, contextlib, functools, os, secrets, signal, sys, time
     from pathlib import Path
     from layerproof import jobs
     from layerproof.errors import StageError
@@ -59,6 +59,9 @@ VERBS = """
             raise RuntimeError("a mistake of ours")
         if verb in ("bisect", "predict"):
             rest = ["torch_xla" in sys.modules]
+        if verb == "bisect":
+            with contextlib.suppress(RuntimeError):
+                import torch_xla
         if verb == "leak":
             os.environ["LEAKED"], sys.argv = "yes", []
             os.chdir("/")
@@ -137,15 +140,12 @@ class Shared:
         return output.split()[1]
 
     def processes(self) -> list[psutil.Process]:
-        """Servers of this owner, each with its runners, which have its command line."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            command = process.info["cmdline"] or []
-            if "layerproof.worker" in command and command[-2:] == ["serve", str(self.owner.pid)]:
-                parent = process.parent()
-                if parent is None or parent.cmdline() != command:
-                    found += [process, *process.children()]
-        return found
+        """Servers of this owner, each with its runners, which may have its command line."""
+        commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline", "ppid"])}
+        ours = [process for process, command in commands.items() if command[-2:] == ["serve", str(self.owner.pid)]]
+        numbers = {process.pid for process in ours}
+        servers = [process for process in ours if process.info["ppid"] not in numbers]
+        return [found for server in servers for found in (server, *server.children())]
 
 
 @pytest.fixture
@@ -265,16 +265,38 @@ def test_a_job_prints_to_its_own_log_and_works_in_its_own_directory(shared):
     ("verb", "device", "prepared"),
     [("bisect", "CPU", "True"), ("bisect", "NEURON", "False"), ("predict", "CPU", "False")],
 )
-def test_only_ports_on_the_host_start_with_packages(shared, verb, device, prepared):
-    """For what is imported may hold a device, and then only one process can use it."""
-    output = shared.run(verb, "--spec", json.dumps({"device": device}))[1]
-    assert output.split()[-2] == prepared
+def test_only_ports_on_the_host_start_with_packages(shared, weights, verb, device, prepared):
+    """For what is imported may hold a device, and then only one process can use it. The first one shows that a job with it
+    ends well.
+    """
+    first, second = (
+        shared.run(verb, "--spec", json.dumps({"device": device}), *weights[kind])[1] for kind in ("third", "norm")
+    )
+    assert (first.split()[-2], second.split()[-2]) == ("False", prepared)
 
 
-def test_a_package_that_cannot_be_imported_is_left_to_the_job(shared):
-    (shared.directory / "torch_xla.py").write_text("raise RuntimeError('no such device')")
-    code, output, _ = shared.run("bisect", "--spec", json.dumps({"device": "CPU"}))
-    assert code == 0 and output.split()[-2] == "False"
+@pytest.mark.parametrize("text", ["raise RuntimeError('no such device')", "import os; os.abort()"])
+def test_a_package_that_cannot_be_imported_is_left_to_the_job(shared, weights, text):
+    """Also if it ends the process that imports it."""
+    (shared.directory / "torch_xla.py").write_text(text)
+    spec = "--spec", json.dumps({"device": "CPU"})
+    waiting = shared.start("force", "wait", *spec, *weights["wide"])
+    waiting.stdout.readline()
+    for kind in ("third", "norm"):
+        code, output, _ = shared.run("bisect", *spec, *weights[kind])
+        assert (code, output.split()[-2:-1]) == ((1, []) if "abort" in text else (0, ["False"]))
+    assert waiting.poll() is None
+    waiting.kill()
+
+
+def test_packages_are_not_imported_while_another_job_runs(shared, weights):
+    """Or its end would not be heard."""
+    spec = "--spec", json.dumps({"device": "CPU"})
+    assert shared.run("bisect", *spec, *weights["third"])[0] == 0
+    waiting = shared.start("force", "wait", *spec, *weights["third"])
+    waiting.stdout.readline()
+    assert shared.run("bisect", *spec, *weights["norm"])[1].split()[-2] == "False"
+    waiting.kill()
 
 
 def test_jobs_at_the_same_time_do_not_share(shared):

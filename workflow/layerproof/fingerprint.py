@@ -107,12 +107,19 @@ if sys.version_info >= (3, 12):
 
 else:
 
+    class _Profiler(cProfile.Profile):
+        """What `sys.getprofile` gives to code that sets it again with `sys.setprofile`, which calls it."""
+
+        def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+            _on_event(frame, event, argument)
+            self.enable()
+
     @contextlib.contextmanager
     def _called_back() -> Iterator[None]:
         """Calls `_add` for what a profiler in C saw on this thread, and a profile function on those that are started: both
         leave tracing to debuggers and coverage, and the first costs a third.
         """
-        profiler, outer_threads = cProfile.Profile(subcalls=False, builtins=False), threading.getprofile()
+        profiler, outer_threads = _Profiler(subcalls=False, builtins=False), threading.getprofile()
         with _not_called_back():
             threading.setprofile(_on_event)
             profiler.enable()
@@ -156,7 +163,7 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
 
 def _add(code: CodeType) -> None:
     seen, file = _recordings[-1], code.co_filename
-    if id(code) not in seen:
+    if id(code) not in seen and _is_own(file):
         if file not in _loaded:
             _loaded[file] = _modified(file)
         seen[id(code)] = code, _loaded[file]

@@ -81,24 +81,25 @@ def meta_stage(
     """
     model = _whole_model(directory, sha256(directory / CONFIG), trust_remote_code, dtype, **implementations)
     layers = cast("torch.nn.ModuleList", model.get_submodule(parts_of(model).layers))
-    others = {id(layer): _emptied(layer) for index, layer in enumerate(layers) if index != layer_of(stage)}
-    return copy.deepcopy(model, others)
+    empty = {
+        id(modules): type(modules)()
+        for index, layer in enumerate(layers)
+        for modules in (layer._modules, layer._parameters, layer._buffers, layer._non_persistent_buffers_set)
+        if index != layer_of(stage)
+    }
+    return copy.deepcopy(
+        model, cast("dict[int, Any]", empty)
+    )  # which takes these for copies of what is in other layers
 
 
 @fingerprint.cached
 def _whole_model(
     directory: Path, config: str, trust_remote_code: bool, dtype: torch.dtype, **implementations: str
 ) -> PreTrainedModel:
-    """A `meta_model` by the digest of its config.json, too; not to be changed."""
+    """A `meta_model` by the digest of its config.json, too; not to be changed. Code that comes with a checkpoint is not
+    looked at: no process is shared that trusts it.
+    """
     return meta_model(directory, trust_remote_code, dtype, **implementations)
-
-
-def _emptied(layer: torch.nn.Module) -> torch.nn.Module:
-    """A module of the same class and attributes, which the model may look at, without parameters, buffers and modules."""
-    empty = layer.__new__(type(layer))
-    torch.nn.Module.__init__(empty)
-    empty.__dict__ |= {name: value for name, value in vars(layer).items() if name not in vars(empty)}
-    return empty
 
 
 @dataclass(frozen=True)

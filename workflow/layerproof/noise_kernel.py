@@ -1,7 +1,7 @@
 """The passes over a tap in which its noise is fitted, compiled: squared errors of a token stay in the processor's cache.
 
 Everything is fp64. numba keeps compiled code until this file is edited and does not look at others, so what comes from
-metrics.py is an argument (`Constants`).
+metrics.py is an argument (`Constants`), and loops that kernel.py has, too, are here again.
 """
 
 from __future__ import annotations

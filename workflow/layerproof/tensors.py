@@ -136,10 +136,8 @@ def write_trimmed(source: Path, target: Path, user_block: int) -> None:
                 empty.attrs[key] = value
             empty.attrs["shape"] = node.shape
 
-    with (
-        _writing(target, user_block) as file,
-        reading(source) as whole,
-    ):  # in this order a full disk is not the source's fault
+    # The target outermost, or a full disk would be told as damage of the source.
+    with _writing(target, user_block) as file, reading(source) as whole:
         for key, value in whole.attrs.items():
             file.attrs[key] = value
         whole.visititems(visit)
@@ -147,7 +145,7 @@ def write_trimmed(source: Path, target: Path, user_block: int) -> None:
 
 @contextlib.contextmanager
 def replacing_or_saying_why(path: Path) -> Iterator[Path]:
-    """`files.replacing`.
+    """`files.replacing` that says what a user can do about a file that cannot be written.
 
     Raises:
         StageError: if the file cannot be written, for instance because the disk is full.

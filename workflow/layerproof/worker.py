@@ -2,8 +2,8 @@
 
 Under snakemake `python -m layerproof VERB` is a client. It hands its command line, directory and output to a server, which
 the first job starts, and waits; the server hands them to a runner, one that is idle or a new one, and a runner takes the
-next job when it has done this one. There is a server for each side of `client.SIDES`. It imports what ports on the host need
-and forks their runners, since there is one for each kind of stage.
+next job when it has done this one. There is a server for each side of `client.SIDES`. Of ports on the host there is a runner
+for each kind of stage; when the second one is needed, the server imports what they have in common, and forks them.
 
 Where it matters a job is as alone as in a process of its own: a runner that dies takes only its own job with it, and the
 client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
@@ -46,6 +46,7 @@ FILES = 3
 """A client's connection, standard output and standard error."""
 PATIENCE = 5
 """Seconds that a client may take between connecting and handing over its job, and an idle runner to end."""
+IMPORTED = "imported"
 PACKAGES = ("torch_xla", "transformers.modeling_utils", "h5py")
 """What a server imports for ports on the host. Others start from nothing: importing may touch a device, and a process cannot
 use one that its parent did.
@@ -79,8 +80,8 @@ def _command(inherited: socket.socket, task: str, process: int) -> list[str]:
 
 @dataclass
 class _Runner:
-    """A process that runs jobs of one kind, what can be read when it has ended, the socket to it, and the client whose job
-    it runs. What it started may keep the socket open.
+    """A process that runs jobs of one kind, what can be read when it has ended, the socket to it, the client whose job it
+    runs, and which PACKAGES it has imported. What it started may keep the socket open.
     """
 
     process: int
@@ -88,6 +89,7 @@ class _Runner:
     control: socket.socket
     kind: bytes
     client: socket.socket | None = None
+    packages: tuple[str, ...] = ()
 
 
 def serve(listening: socket.socket, owner: int) -> socket.socket | None:
@@ -131,16 +133,67 @@ def serve(listening: socket.socket, owner: int) -> socket.socket | None:
 
 
 @functools.cache
-def _import_packages() -> bool:
-    """Whether all of them could be imported; if not, a job says why."""
+def _import_packages(names: tuple[str, ...]) -> dict[str, float] | None:
+    """The files of our own that are loaded after it, with their times; None if a package cannot be imported."""
+    from layerproof import fingerprint
+
     try:
-        for name in PACKAGES:
+        for name in names:
             importlib.import_module(name)
     except Exception:
         traceback.print_exc()
-        return False
+        return None
     gc.freeze()  # or looking through them would copy their memory in each runner
-    return True
+    return fingerprint.sources()
+
+
+def _has_packages(runners: Sequence[_Runner]) -> bool:
+    """Whether a runner can be forked with the packages that another has imported.
+
+    They are imported here when a runner is well with them, and none is at work: what ends a process would end this one,
+    and until it is done nobody is heard.
+    """
+    from layerproof import fingerprint
+
+    names = next((runner.packages for runner in runners if runner.packages), ())
+    is_idle = all(runner.client is None for runner in runners)
+    if not names or not (is_idle or all(name in sys.modules for name in names)):
+        return False
+    loaded = _import_packages(names)
+    return loaded is not None and fingerprint.are_unchanged(loaded)
+
+
+def _fork(
+    listening: socket.socket,
+    runners: list[_Runner],
+    client: socket.socket,
+    outputs: list[int],
+    kind: bytes,
+    place: bytes,
+) -> _Runner | socket.socket:
+    """A new runner; in the runner itself its socket, after it has closed what is the server's, or started from nothing.
+
+    Raises:
+        OSError: if there can be no more processes or files.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    has_packages = place == HOST and _has_packages(runners)
+    server, process = os.getpid(), os.fork()
+    with contextlib.suppress(OSError):  # here and there, whoever is first: a group of its own, to be ended as one
+        os.setpgid(process, process)
+    if process == 0:
+        of_others = [file for one in runners for file in (one.control, one.ended, one.client) if file is not None]
+        runners.clear()  # or they would be ended here, too
+        for file in (listening, client, ours, *of_others):
+            file.close()
+        for output in outputs:
+            os.close(output)
+        if not has_packages:
+            theirs.set_inheritable(True)
+            os.execv(sys.executable, _command(theirs, "run", server))
+        return theirs
+    theirs.close()
+    return _Runner(process, os.fdopen(os.pidfd_open(process), "rb"), ours, kind)
 
 
 def _clear(address: Path) -> None:
@@ -152,7 +205,7 @@ def _clear(address: Path) -> None:
 
 def _accept(listening: socket.socket, runners: list[_Runner]) -> socket.socket | None:
     """Hands one client's job to a runner of its kind; if it needs the device, idle ones of another kind are ended. In a
-    runner that is forked for it, closes what is the server's and returns the runner's own socket, or starts from nothing.
+    runner that is forked for it, returns the runner's own socket.
     """
     client, _ = listening.accept()
     client.settimeout(PATIENCE)
@@ -171,24 +224,17 @@ def _accept(listening: socket.socket, runners: list[_Runner]) -> socket.socket |
         _end(other)
     runner = next((runner for runner in idle if runner.kind == kind), None)
     if runner is None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        prepared = place == HOST and _import_packages()
-        server, process = os.getpid(), os.fork()
-        with contextlib.suppress(OSError):  # here and there, whoever is first: a group of its own, to be ended as one
-            os.setpgid(process, process)
-        if process == 0:
-            of_others = [file for one in runners for file in (one.control, one.ended, one.client) if file is not None]
-            runners.clear()  # or they would be ended here, too
-            for file in (listening, client, ours, *of_others):
-                file.close()
+        try:
+            forked = _fork(listening, runners, client, outputs, kind, place)
+        except OSError:  # the client says that its job was killed; the others go on
+            traceback.print_exc()
+            client.close()
             for output in outputs:
                 os.close(output)
-            if not prepared:
-                theirs.set_inheritable(True)
-                os.execv(sys.executable, _command(theirs, "run", server))
-            return theirs
-        theirs.close()
-        runner = _Runner(process, os.fdopen(os.pidfd_open(process), "rb"), ours, kind)
+            return None
+        if isinstance(forked, socket.socket):
+            return forked
+        runner = forked
         runners.append(runner)
     runner.client = client
     with contextlib.suppress(ConnectionError):  # died while it was idle: its end is seen next
@@ -204,7 +250,10 @@ def _relay(runner: _Runner) -> bool:
         message = runner.control.recv(64)
     except ConnectionResetError:  # it ended before it took its job
         return False
-    if message and runner.client is not None:
+    word, *packages = message.decode().split() or [""]
+    if word == IMPORTED:
+        runner.packages = tuple(packages)
+    elif message and runner.client is not None:
         _tell(runner.client, message)
         if message.startswith(b"exit"):
             runner.client.close()
@@ -274,6 +323,7 @@ def run_jobs(control: socket.socket, server: int) -> None:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # other processes want it
+        control.send(" ".join([IMPORTED, *(name for name in PACKAGES if name in sys.modules)]).encode())
         control.send(f"exit {code}".encode())
 
 
