@@ -204,12 +204,18 @@ def test_jobs_that_look_for_known_mistakes_share_a_process_by_kind_too(shared, w
 
 @pytest.mark.parametrize(
     ("device", "platform", "ended"),
-    [("NEURON", "CPU", True), ("auto", "NEURON", True), ("auto", "CPU", False), ("CPU", "NEURON", False)],
+    [
+        *(("NEURON", "CPU", True), ("auto", "NEURON", True), ("auto", "CPU", False), ("CPU", "NEURON", False)),
+        *(("auto", "", False), ("auto", "installed", True)),
+    ],
 )
 def test_an_idle_port_that_may_hold_the_device_is_ended_before_one_of_another_kind_begins(
     shared, weights, device, platform, ended
 ):
     more = "--spec", json.dumps({"device": device})
+    if platform == "installed":
+        (shared.directory / "libneuronxla.py").touch()
+        platform = ""
     waiting = shared.start("force", "wait", *weights["norm"], *more, PJRT_DEVICE=platform)
     waiting.stdout.readline()
     shared.life("port", *weights["third"], *more, PJRT_DEVICE=platform)

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ dictionary is imported.
 """
 DIGITS = 12
 """Of the digests that name environments and kinds."""
+PLUGINS = ("libneuronxla", "libtpu", "torch_xla_cuda_plugin")
+"""Packages with which torch_xla may take another device than the CPU by itself."""
 HOST, DEVICE = b"h", b"d"
 """Whether the process of a job holds a device, so that an idle one of another kind has to end before it."""
 
@@ -85,7 +88,7 @@ def _is_on_host(argv: Sequence[str]) -> bool:
     spec = json.loads(argv[argv.index("--spec") + 1]) if "--spec" in argv else {}
     device = spec.get("device")
     if device == "auto":
-        device = os.environ.get("PJRT_DEVICE", "CPU")
+        device = os.environ.get("PJRT_DEVICE") or ("CPU" if not any(map(find_spec, PLUGINS)) else None)
     return side_of(argv[0]) == "port" and device == "CPU"
 
 
