@@ -633,6 +633,18 @@ def test_file_edited_while_it_runs_counts_as_changed(package, monkeypatch):
     assert "main::" in own.changed(fingerprint.fingerprints(seen))
 
 
+def test_file_of_which_only_a_constant_is_used_edited_while_it_runs_counts_as_changed(package, monkeypatch):
+    own = package(main="from own.limits import LIMIT\n\n\ndef run():\n    return LIMIT\n", limits="LIMIT = 1\n")
+    age(own)
+    monkeypatch.setattr(fingerprint, "STARTED", time.time() - 60)
+    seen = {}
+    main = importlib.import_module("own.main")
+    with fingerprint.recording(seen):
+        main.run()
+        own.edit("limits.py", "LIMIT = 1", "LIMIT = 2")
+    assert "limits::" in own.changed(fingerprint.fingerprints(seen))
+
+
 def names_of(seen):
     return {code.co_name for code, _ in seen.values()}
 

@@ -249,6 +249,10 @@ def fingerprints(seen: Seen) -> dict[str, str]:
             edited.add(f"{_relative(path)}::")
         else:
             _add_closure(path, _entry_of(_parsed(path), code), entries)
+    used = {entry.partition("::")[0] for entry in entries}
+    for file, modified in _loaded.items():  # also where no function ran, but a constant was used
+        if _relative(Path(file)) in used and _modified(file) != modified:
+            edited.add(f"{_relative(Path(file))}::")
     return {entry: current(entry) for entry in sorted(entries)} | dict.fromkeys(
         sorted(edited), "edited while the job ran"
     )
