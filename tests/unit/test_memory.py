@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from layerproof import checkpoint, fp8, golden, loading, port
+from layerproof import checkpoint, fp8, golden, loading, port, provenance
 from layerproof.tokens import pad
 from models import COMMON
 from peak import Peak
@@ -40,7 +40,8 @@ def test_port_holds_its_stage_once(model):
     directory, stages, size = model
     ported = port.load_module("workflow/ports/minimax_m2.py")
     stage = port.Stage(STAGE, 0, checkpoint.read_config(directory), torch.bfloat16, {})
-    weights = checkpoint.StageWeights(checkpoint.tensors_of_stage(directory, stages[STAGE]))
-    with Peak() as peak:
-        state = dict(ported.convert(stage, weights))
+    tracing = provenance.Tracing()
+    on_disk = checkpoint.StageWeights(checkpoint.tensors_of_stage(directory, stages[STAGE]))
+    with Peak() as peak, tracing:
+        state = dict(ported.convert(stage, provenance.Watched(on_disk, tracing)))
     assert sum(tensor.nbytes for tensor in state.values()) <= peak.bytes < 1.1 * size

@@ -1,6 +1,9 @@
 """Which tensors on disk went into a converted one, whatever torch did with them on the way."""
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,3 +92,27 @@ def test_looking_for_a_name_reads_nothing():
     assert weights.reads == {"a": 0, "b": 0}
     assert weights["a"] is A and weights.get("c") is None
     assert weights.reads == {"a": 1, "b": 0}
+
+
+FREED = """
+import torch
+from layerproof.provenance import Tracing, Watched
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+tracing = Tracing()
+weights = Watched({str(number): torch.ones(1000, 1000, dtype=torch.bfloat16) for number in range(100)}, tracing)
+before = resident()
+with tracing:
+    for name in weights:
+        weights[name].float()
+print((resident() - before) / 4e6)
+"""
+
+
+def test_memory_of_what_a_conversion_dropped_is_used_again():
+    command = [sys.executable, "-c", FREED]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "workflow")}
+    copies = float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert copies < 30  # of the hundred that were made

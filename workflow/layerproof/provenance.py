@@ -6,11 +6,11 @@ known origin.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -24,15 +24,16 @@ class Tracing(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sources: dict[int, tuple[StorageWeakRef, set[str]]] = {}
+        self._sources: dict[int, tuple[weakref.ref[torch.UntypedStorage], set[str]]] = {}
         self._transposed = WeakTensorKeyDictionary()
 
     def sources(self, tensor: torch.Tensor) -> set[str]:
         """Names on disk of what went into a tensor on the CPU; empty if nothing did or its way was lost."""
         if tensor.device.type != "cpu":
             return set()
-        reference, found = self._sources.get(tensor.untyped_storage()._cdata, (None, set()))
-        return set() if reference is None or reference.expired() else found
+        storage = tensor.untyped_storage()
+        reference, found = self._sources.get(storage._cdata, (None, set()))
+        return found if reference is not None and reference() is storage else set()
 
     def is_transposed(self, tensor: torch.Tensor) -> bool:
         """Whether what went into a tensor has its last dimension elsewhere in it than on disk."""
@@ -43,7 +44,9 @@ class Tracing(TorchFunctionMode):
         if tensor.device.type != "cpu":
             return
         storage = tensor.untyped_storage()
-        self._sources[storage._cdata] = StorageWeakRef(storage), self.sources(tensor) | set(sources)
+        # Not by torch's own weak reference: it keeps a small object for each tensor that is gone, and between those the
+        # C library finds no room for the next one of that size.
+        self._sources[storage._cdata] = weakref.ref(storage), self.sources(tensor) | set(sources)
         self._transposed[tensor] = transposed
 
     def __torch_function__(
