@@ -42,6 +42,8 @@ def test_variants_of_a_layer_are_noise_and_leave_the_model_as_it_was(model_type,
         assert result["R"] < 2.5, name
     assert not torch.equal(found["split"]["attn.q"], before["attn.q"])
     assert not torch.equal(found["stepwise"]["attn.context"], before["attn.context"])
+    if "router.weights" in before:
+        assert found["stepwise"]["router.weights"].dtype == torch.bfloat16
     assert not torch.equal(found["input"]["input_norm"], before["input_norm"])
     assert torch.equal(found["split"]["input_norm"], before["input_norm"]), "no product with a weight comes before"
 

@@ -84,7 +84,7 @@ def make_stage(
     strayed = golden[OUT]
     if previous_noise is not None:
         chained = tensors.to_torch(tensors.read_stage_input(previous_noise, "chained/out")).to(device)
-        with split(model, device):
+        with split(model, chained):
             strayed = run(model, chained)[OUT]
     documents = {tensors.HELD: loading.held_by(model, stage)}
     if stage not in settings["compared"]:

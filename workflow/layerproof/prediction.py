@@ -83,7 +83,7 @@ def predict(
         own = loading.parameters_of(trusted, stage)
         kind = (layer_of(stage) is not None or stage, *(tuple(tensor.shape) for tensor in own.values()))
         if kind not in known:
-            with Stepwise():  # the variant that holds most
+            with Stepwise(dtype):  # the variant that holds most
                 variant = activations(trusted, stage, tokens.ids.shape)
             known[kind] = [variant, *(activations(one, stage, tokens.ids.shape) for one in (exact, ported))]
         run, truth, port = known[kind]

@@ -1,7 +1,8 @@
 """The golden run in other ways that are as right as the first: what differs between them is noise, and no mistake.
 
 - `implementations`: transformers' other attention and expert functions
-- `stepwise`: softmax, silu and sigmoid as products of single operations, each rounded, as compilers make them
+- `stepwise`: softmax, silu and sigmoid as products of single operations, each rounded, as compilers make them; and the
+  weights of chosen experts in the type of the activations from the scores on, as serving libraries have them
 - `split`: besides, every product with a weight as the sum of two halves, each rounded, over a permuted order of the
   terms, as tensor parallelism and tiling make them
 - `input`: the last bit of one in twelve numbers of the input changed, which is as much as one more rounding
@@ -35,17 +36,17 @@ def variants(model: PreTrainedModel, run: Run, stage_input: torch.Tensor | None)
     attention, experts = _named(model)
     with _implementations(model, OTHER_ATTENTION.get(attention), OTHER_EXPERTS.get(experts)):
         yield "implementations", run(stage_input)
-    with _implementations(model, "eager", "eager"), Stepwise():
+    with _implementations(model, "eager", "eager"), Stepwise(stage_input.dtype):
         yield "stepwise", run(stage_input)
-    with split(model, stage_input.device):
+    with split(model, stage_input):
         yield "split", run(stage_input)
     yield "input", run(last_bits_changed(stage_input))
 
 
 @contextlib.contextmanager
-def split(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+def split(model: PreTrainedModel, stage_input: torch.Tensor) -> Iterator[None]:
     """The variant of this name inside the block: of all, the one that differs most from the golden."""
-    with _implementations(model, "eager", "eager"), Stepwise(), _Split(device):
+    with _implementations(model, "eager", "eager"), Stepwise(stage_input.dtype), _Split(stage_input.device):
         yield
 
 
@@ -86,7 +87,11 @@ def last_bits_changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
 
 
 class Stepwise(TorchFunctionMode):
-    """The variant of this name inside the block, where attention and experts are eager."""
+    """The variant of this name inside the block, where attention and experts are eager; `dtype` is that of activations."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -103,7 +108,12 @@ class Stepwise(TorchFunctionMode):
             return args[0] * (1 / (1 + (-args[0]).exp()))
         if name == "sigmoid":
             return 1 / (1 + (-args[0]).exp())
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if name == "topk":
+            return torch.return_types.topk((result[0].to(self.dtype), result[1]))
+        if name == "gather" and result.is_floating_point():
+            return result.to(self.dtype)
+        return result
 
 
 def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
