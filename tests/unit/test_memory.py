@@ -39,7 +39,7 @@ def test_golden_holds_its_stage_once(model, tmp_path):
 def test_port_holds_its_stage_once(model):
     directory, stages, size = model
     ported = port.load_module("workflow/ports/minimax_m2.py")
-    stage = port.Stage(STAGE, 0, checkpoint.read_config(directory), torch.bfloat16, {})
+    stage = port.Stage(STAGE, 0, checkpoint.read_config(directory), torch.bfloat16, {}, (1, 3), directory)
     tracing = provenance.Tracing()
     on_disk = checkpoint.StageWeights(checkpoint.tensors_of_stage(directory, stages[STAGE]))
     with Peak() as peak, tracing:

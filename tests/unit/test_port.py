@@ -65,10 +65,10 @@ def test_a_port_finds_torch_as_its_import_left_it(tmp_path):
             torch.rand(7)
             runner = port.Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)})
             drawn = torch.rand(1).item(), torch.rand(1, device=runner.environment.device).item()
-            found.append((runner.module, torch.get_default_dtype(), drawn))
+            found.append((runner.port, torch.get_default_dtype(), drawn))
         assert found[0] == found[1] and found[0][1] == torch.bfloat16
         source.write_text(source.read_text() + "EDITED = True\n")
-        assert port.Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)}).module.EDITED
+        assert port.Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)}).port.EDITED
         port.Runner.start(tmp_path, TOKENS, SETTINGS)
         assert torch.get_default_dtype() == torch.float32
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from layerproof import tensors
-from layerproof.checkpoint import bytes_on_disk, itemsize
+from layerproof.checkpoint import bytes_on_disk, itemsize, torch_name
 from layerproof.errors import StageError
 from layerproof.files import size
 from layerproof.taps import OUT
@@ -199,7 +199,7 @@ class _Books:
     def _disk_dtype(self, name: str) -> str:
         """The dtype of the numbers on disk, of quantised ones that of the golden."""
         parameter = self.tensors[name]["parameter"]
-        return self.golden[parameter] if parameter in self._quantised else _in_torch(self.tensors[name]["dtype"])
+        return self.golden[parameter] if parameter in self._quantised else torch_name(self.tensors[name]["dtype"])
 
     def _is_square(self, parameter: Parameter) -> bool:
         return len(parameter.shape) > 1 and parameter.shape[-1] == parameter.shape[-2]
@@ -231,13 +231,6 @@ def _by_dtype(parts: Iterable[tuple[str, int]]) -> dict[str, int]:
     for dtype, count in parts:
         found[dtype] = found.get(dtype, 0) + count
     return found
-
-
-def _in_torch(dtype: str) -> str:
-    """Torch's word for a dtype by that of safetensors: BF16 is bfloat16, I64 int64."""
-    kinds = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
-    kind = dtype.rstrip("0123456789")
-    return kinds[kind] + dtype[len(kind) :] if kind in kinds else dtype.lower()
 
 
 def _count(entry: Mapping[str, Any]) -> int:

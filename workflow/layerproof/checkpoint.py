@@ -32,6 +32,14 @@ def itemsize(dtype: str) -> int:
     return int(bits[0]) // 8 if bits else 1
 
 
+def torch_name(dtype: str) -> str:
+    """Torch's word for a dtype by that of safetensors: BF16 is bfloat16, F8_E4M3 float8_e4m3fn, I64 int64."""
+    kinds = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
+    kind = dtype.rstrip("0123456789")
+    eights = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+    return eights.get(dtype) or (kinds[kind] + dtype[len(kind) :] if kind in kinds else dtype.lower())
+
+
 def bytes_on_disk(entry: Mapping[str, Any]) -> int:
     """Bytes of a tensor that results/weights/STAGE.json describes."""
     return math.prod(entry["shape"]) * itemsize(entry["dtype"])

@@ -179,7 +179,7 @@ def _check_files(values: Mapping[str, Any]) -> None:
             f"or {DEFAULT_CHECKPOINT} for the one that the workflow makes."
         )
     is_file = port["module"].endswith(".py") or "/" in port["module"]
-    if port["backend"] == "xla" and is_file and not Path(port["module"]).is_file():
+    if port["backend"] != "transformers" and is_file and not Path(port["module"]).is_file():
         raise UserError(
             f"config.yaml: port.module: {port['module']} is not there. Name a Python file or a dotted module."
         )

@@ -38,6 +38,11 @@ PACKAGES = (
     "numba",
     "h5py",
     "matplotlib",
+    "torch-neuronx",
+    "neuronx-cc",
+    "libneuronxla",
+    "neuronx-distributed",
+    "neuronx-distributed-inference",
 )
 """Packages whose version a job's record states."""
 

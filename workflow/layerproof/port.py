@@ -22,6 +22,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,13 +53,27 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """What a port is asked to build: `config` is the checkpoint's config.json, `options` the user's `port.options`."""
+    """What a port is asked to build: `config` is the checkpoint's config.json, `options` the user's `port.options`, `shape`
+    batch and sequence of what it will be given, and `checkpoint` the folder with all of it.
+    """
 
     name: str
     layer: int | None
     config: Mapping[str, Any]
     dtype: torch.dtype
     options: Mapping[str, Any]
+    shape: tuple[int, int]
+    checkpoint: Path
+
+
+class Port(Protocol):
+    """A port: a user's module, or what stands for one."""
+
+    def build(self, stage: Stage) -> nn.Module: ...
+
+    def convert(
+        self, stage: Stage, weights: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,7 @@ class Runner:
     tokens: Tokens
     settings: Mapping[str, Any]
     environment: distributed.Environment
-    module: ModuleType | None
+    port: Port | None
 
     @classmethod
     def start(cls, directory: Path, tokens: Tokens, settings: Mapping[str, Any]) -> Runner:
@@ -83,19 +98,36 @@ class Runner:
         with unrecorded():
             import torch_xla
 
-        environment = distributed.initialise("xla", settings["device"])
-        module, default_dtype = _loaded(settings["module"]) if settings["backend"] == "xla" else (None, torch.float32)
+        is_nxdi = settings["backend"] == "nxdi"
+        on_cpu = is_nxdi and settings["nxdi"]["cpu_mode"]
+        if is_nxdi:
+            os.environ["NXD_CPU_MODE"] = str(int(on_cpu))  # before anything of it is imported
+        environment = distributed.initialise("cpu" if on_cpu else "xla", settings["device"])
+        module, default_dtype = (None, torch.float32)
+        if settings["backend"] != "transformers":
+            module, default_dtype = _loaded(settings["module"])
         torch.set_default_dtype(default_dtype)
         torch.manual_seed(0)  # weights that a port does not load are the same whatever ran before
-        torch_xla.manual_seed(0)
-        return cls(directory, tokens, settings, environment, module)
+        if not on_cpu:
+            torch_xla.manual_seed(0)
+        return cls(directory, tokens, settings, environment, module and _port(settings, module))
+
+
+def _port(settings: Mapping[str, Any], module: ModuleType) -> Port:
+    """The port that a module is, or of which it holds the model."""
+    if settings["backend"] == "nxdi":
+        from layerproof import nxdi
+
+        return nxdi.load(module, settings["nxdi"])
+    check_module(settings["module"], module)
+    return cast("Port", module)
 
 
 def load_module(name: str) -> ModuleType:
-    """Imports a port by the path of its Python file or by its dotted name.
+    """Imports a module by the path of its Python file or by its dotted name.
 
     Raises:
-        StageError: if it cannot be imported or lacks `build` or `convert`; names the file and, if it has one, the line.
+        StageError: if it cannot be imported; names the file and, if it has one, the line.
     """
     try:
         if name.endswith(".py"):
@@ -115,6 +147,15 @@ def load_module(name: str) -> ModuleType:
         raise StageError(
             f"{name}: cannot be imported ({type(error).__name__}: {error}). Correct port.module."
         ) from error
+    return module
+
+
+def check_module(name: str, module: ModuleType) -> None:
+    """Whether a module is a port.
+
+    Raises:
+        StageError: if it lacks `build` or `convert`, or its TAPS are not what docs/ports.md says.
+    """
     for function in ("build", "convert"):
         if not callable(getattr(module, function, None)):
             raise StageError(f"{name}: has no function {function}. See docs/ports.md for what a port defines.")
@@ -124,7 +165,6 @@ def load_module(name: str) -> ModuleType:
     unknown = [tap for tap in taps if tap not in SHAPES]
     if unknown:
         raise StageError(f'{name}: TAPS: "{unknown[0]}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
-    return module
 
 
 def _loaded(name: str) -> tuple[ModuleType, torch.dtype]:
@@ -292,20 +332,20 @@ class _Ready:
 
 
 def _prepare(job: _Job) -> _Ready:
-    return (_prepare_port if job.runner.module else _prepare_transformers)(job)
+    return (_prepare_port if job.runner.port else _prepare_transformers)(job)
 
 
 def _prepare_port(job: _Job) -> _Ready:
-    port = job.runner.module
+    port, directory = job.runner.port, job.runner.directory
     assert port is not None
-    config = checkpoint.read_config(job.runner.directory)
-    stage = Stage(job.stage, layer_of(job.stage), config, job.dtype, job.runner.settings["options"])
+    config, shape = checkpoint.read_config(directory), (job.ids.shape[0], job.ids.shape[1])
+    stage = Stage(job.stage, layer_of(job.stage), config, job.dtype, job.runner.settings["options"], shape, directory)
     module = port.build(stage)
     if not isinstance(module, nn.Module):
         raise StageError(f"{job.stage}: build() returns {type(module).__name__}, not a torch.nn.Module.")
     module.eval()
     tracing = provenance.Tracing()
-    on_disk = checkpoint.StageWeights(checkpoint.tensors_of_stage(job.runner.directory, job.description))
+    on_disk = checkpoint.StageWeights(checkpoint.tensors_of_stage(directory, job.description))
     weights = provenance.Watched(on_disk, tracing)
     built = dict(module.named_parameters()) | dict(module.named_buffers())
     state, parameters = {}, {}
@@ -430,9 +470,10 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(taps: Taps) -> Taps:
     """Cuts the graph at these tensors, runs it and copies them to the host."""
-    import torch_xla
+    if any(tensor.device.type == "xla" for tensor in taps.values()):
+        import torch_xla
 
-    torch_xla.sync()
+        torch_xla.sync()
     return {name: tensor.cpu() for name, tensor in taps.items()}
 
 

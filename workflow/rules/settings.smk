@@ -52,7 +52,11 @@ def port_spec(**settings):
     return spec(
         "torch",
         "torch-xla",
+        "torch-neuronx",
+        "neuronx-cc",
+        "libneuronxla",
         *(["transformers"] if SETTINGS["port"]["backend"] == "transformers" else []),
+        *(["neuronx-distributed", "neuronx-distributed-inference"] if SETTINGS["port"]["backend"] == "nxdi" else []),
         checkpoint_dir=CHECKPOINT,
         trust_remote_code=SETTINGS["model"]["trust_remote_code"],
         **SETTINGS["port"],

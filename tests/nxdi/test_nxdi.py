@@ -1,0 +1,234 @@
+"""Models of NxD Inference as ports, against a stand-in for the library with its interface and habits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerproof import checkpoint, compare, loading, metrics, port, tensors
+from layerproof.errors import StageError
+from layerproof.stages import all_stages, previous_stage
+from models import save
+from peak import Peak
+from streaming import TOKENS, stream
+
+pytestmark = pytest.mark.nxdi
+
+LIBRARIES = Path(__file__).parent / "libraries"
+NXDI = {"causal_lm": None, "neuron_config": {}, "config": {}, "taps": {}, "cpu_mode": True}
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch):
+    monkeypatch.syspath_prepend(str(LIBRARIES))
+    monkeypatch.setenv("NXD_CPU_MODE", "0")
+
+
+@pytest.fixture(scope="module", params=["minimax_m2", "qwen3"])
+def model(request, tmp_path_factory):
+    return Model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def minimax(tmp_path_factory):
+    return Model(tmp_path_factory.mktemp("minimax"), "minimax_m2")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return Model(tmp_path_factory.mktemp("qwen"), "qwen3")
+
+
+class Model:
+    """A small checkpoint with its golden; of qwen3 without its window, which the stand-in's model does not have."""
+
+    def __init__(self, folder, name):
+        self.name, self.checkpoint, self.golden = name, folder / "model", folder / "golden"
+        save(name, self.checkpoint)
+        self.config = json.loads((self.checkpoint / "config.json").read_text())
+        if name == "qwen3":
+            layers = self.config["num_hidden_layers"]
+            self.configure(use_sliding_window=False, sliding_window=None, layer_types=["full_attention"] * layers)
+        self.stages = stream(self.checkpoint, self.golden)
+        self.descriptions, _ = loading.describe_stages(self.checkpoint, self.stages, trust_remote_code=False)
+
+    def configure(self, **keys):
+        self.config |= keys
+        (self.checkpoint / "config.json").write_text(json.dumps(self.config))
+
+    def runner(self, dtype="bfloat16", **nxdi):
+        settings = {
+            "backend": "nxdi",
+            "module": f"neuronx_distributed_inference.models.{self.name}.modeling_{self.name}",
+            "device": "CPU",
+            "dtype": dtype,
+            "options": {},
+            "nxdi": NXDI | nxdi,
+            "trust_remote_code": False,
+        }
+        return port.Runner.start(self.checkpoint, TOKENS, settings)
+
+    def input(self, stage):
+        previous = previous_stage(stage, len(self.stages) - 3)
+        return tensors.read(self.golden / f"{previous}.h5", "golden/out") if previous else None
+
+    def run(self, stage, output, **nxdi):
+        return port.make_stage(self.runner(**nxdi), stage, self.descriptions[stage], self.input(stage), output)
+
+    def failures(self, stage, output):
+        """Why a tap does not pass, by tap."""
+        golden = self.golden / f"{stage}.h5", self.golden / f"{stage}.noise.h5"
+        result = compare.compare_stage(stage, *golden, output, TOKENS.valid, metrics.LIMIT)
+        assert result["taps"], result
+        return {name: tap["reason"] for name, tap in result["taps"].items() if tap["status"] != "pass"}
+
+
+@pytest.mark.parametrize("cpu_mode", [True, False])
+def test_every_tap_of_a_right_model_passes(model, cpu_mode, tmp_path):
+    kinds = set()
+    for stage in model.stages:
+        facts = model.run(stage, tmp_path / f"{stage}.h5", cpu_mode=cpu_mode)
+        kinds.add(facts["kind"])
+        assert facts["device"] == ("cpu" if cpu_mode else "CPU")
+        assert facts["taps_change_output"] < 1e-6
+        assert model.failures(stage, tmp_path / f"{stage}.h5") == {}, stage
+    assert len(kinds) == 4, "all layers are of one kind"
+
+
+def test_fused_projections_come_apart_into_their_taps(qwen, tmp_path):
+    qwen.run("layer_001", tmp_path / "out.h5", neuron_config={"fused_qkv": True})
+    assert qwen.failures("layer_001", tmp_path / "out.h5") == {}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "first", "reason"),
+    [
+        ("softmax", "router.scores", "above the limit"),
+        ("never called", "attn.q_norm", "hands no tensor over"),
+        ("no bias", "router.selection", "above the limit"),
+    ],
+)
+def test_a_mistake_shows_at_its_tap(minimax, mistake, first, reason, tmp_path):
+    minimax.run("layer_001", tmp_path / "out.h5", config={"mistake": mistake})
+    failed = minimax.failures("layer_001", tmp_path / "out.h5")
+    assert next(iter(failed)) == first and reason in failed[first]
+
+
+def test_a_buffer_that_the_conversion_forgets_is_told(minimax, tmp_path):
+    minimax.run("layer_001", tmp_path / "out.h5", config={"mistake": "no bias"})
+    parameters = tensors.read_document(tmp_path / "out.h5", tensors.CONVERSION)["parameters"]
+    initial = [name for name, entry in parameters.items() if entry["initial"]]
+    assert initial == ["layer.block_sparse_moe.router.e_score_correction_bias"]
+
+
+def test_a_forced_run_goes_on_with_the_goldens_taps(minimax, tmp_path):
+    """The one mistake shows at its own tap and nowhere behind it."""
+    golden = tensors.read_group(minimax.golden / "layer_001.h5", "golden")
+    runner = minimax.runner(config={"mistake": "softmax"})
+    port.force_stage(
+        runner, "layer_001", minimax.descriptions["layer_001"], minimax.input("layer_001"), golden, tmp_path / "out.h5"
+    )
+    forced = tensors.read_group(tmp_path / "out.h5", "port")
+    assert forced.keys() == golden.keys()
+    far = {name for name in golden if relative(forced[name], golden[name], torch.from_numpy(TOKENS.valid)) > 0.03}
+    assert far == {"router.scores"}
+
+
+def relative(found, expected, where=slice(None)):
+    found, expected = (tensors.to_torch(tensor)[where].double() for tensor in (found, expected))
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_taps_of_other_names_are_named_in_the_config(qwen, tmp_path):
+    qwen.run("layer_001", tmp_path / "out.h5", taps={"attn.out": "self_attn", "mlp.gate": "mlp.up_proj"})
+    assert list(qwen.failures("layer_001", tmp_path / "out.h5")) == ["mlp.gate"]
+
+
+def test_theta_is_that_of_the_checkpoint_in_either_spelling(tmp_path):
+    """transformers 4, which NxD Inference has, does not read rope_parameters and takes a default."""
+    model = Model(tmp_path, "qwen3")
+    theta = model.config["rope_parameters"]["rope_theta"]
+    for keys in ({"rope_parameters": {"rope_theta": theta, "rope_type": "default"}}, {"rope_theta": theta}):
+        model.config.pop("rope_parameters", None)
+        model.configure(**keys)
+        model.run("layer_001", tmp_path / "out.h5")
+        assert model.failures("layer_001", tmp_path / "out.h5") == {}
+
+
+def test_only_the_stage_is_read_and_held(minimax):
+    runner = minimax.runner()
+    layer = port.Stage("layer_001", 1, minimax.config, torch.bfloat16, {}, tuple(TOKENS.ids.shape), minimax.checkpoint)
+    tensors_of = checkpoint.tensors_of_stage(minimax.checkpoint, minimax.descriptions["layer_001"])
+    with Peak() as peak:
+        state = runner.port.convert(layer, checkpoint.StageWeights(tensors_of))
+    size = sum(tensor.nbytes for tensor in state.values())
+    assert not any(tensor.is_meta for tensor in state.values())
+    assert peak.bytes < 3.2 * size  # the library copies experts twice: into one tensor, and gate beside up
+
+
+@pytest.mark.parametrize(
+    ("nxdi", "message"),
+    [
+        ({"config": {"mistake": "x"}, "neuron_config": {"router_config": 3}}, "does not take the configuration"),
+        ({"neuron_config": {"sequence_parallel_enabled": True}}, "sequence_parallel_enabled"),
+        ({"causal_lm": "NeuronOther"}, "has none for NeuronOther. Name one class in port.nxdi.causal_lm"),
+        ({"taps": {"attn.x": "self_attn"}}, 'port.nxdi.taps: "attn.x" is not a canonical tap'),
+        ({"config": {"num_local_experts": 9}}, r"cannot convert the checkpoint \(KeyError: .*experts.8"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(minimax, nxdi, message, tmp_path):
+    with pytest.raises(StageError, match=message):
+        minimax.run("layer_001", tmp_path / "out.h5", **nxdi)
+    assert not (tmp_path / "out.h5").exists()
+
+
+RANK = """
+import sys, torch
+from pathlib import Path
+from layerproof import tensors
+sys.path.insert(0, sys.argv[1])
+from test_nxdi import Model, port
+model = Model.__new__(Model)
+vars(model).update(torch.load(sys.argv[2], weights_only=False))
+runner = model.runner(dtype="float32")
+made = port.make_stage(runner, "layer_001", model.descriptions["layer_001"], model.input("layer_001"), Path(sys.argv[3]))
+made = port.make_stage(runner, "lm_head", model.descriptions["lm_head"], model.input("lm_head"), Path(sys.argv[4]))
+"""
+
+
+def test_two_ranks_hold_half_each_and_make_the_same(qwen, tmp_path):
+    """The vocabulary of 97 is padded by one for two ranks."""
+    torch.save(vars(qwen), tmp_path / "model.pt")
+    (tmp_path / "rank.py").write_text(RANK)
+    found = {}
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--no-python"]
+        outputs = f"{tmp_path}/{ranks}-$RANK"
+        script = f"{sys.executable} {tmp_path}/rank.py {Path(__file__).parent} {tmp_path}/model.pt"
+        inner = ["bash", "-c", f"{script} {outputs}-layer.h5 {outputs}-head.h5"]
+        paths = [str(LIBRARIES), *(str(Path(__file__).parents[2] / part) for part in ("workflow", "tests"))]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+            environment.pop(name, None)
+        outcome = subprocess.run([*command, *inner], env=environment, capture_output=True, text=True)
+        assert outcome.returncode == 0, outcome.stderr[-3000:]
+        for part in ("layer", "head"):
+            made = [tensors.read(tmp_path / f"{ranks}-{rank}-{part}.h5", "port/out") for rank in range(ranks)]
+            assert all(relative(one, made[0]) == 0 for one in made)
+            found[ranks, part] = made[0]
+            held = tensors.read_document(tmp_path / f"{ranks}-0-{part}.h5", tensors.CONVERSION)["parameters"]
+            found[ranks, part, "rows"] = {name: entry["shape"] for name, entry in held.items()}
+    for part in ("layer", "head"):
+        assert relative(found[2, part], found[1, part]) < 1e-6
+    assert found[1, "layer", "rows"]["layer.mlp.gate_proj.weight"] == [96, 64]
+    assert found[2, "layer", "rows"]["layer.mlp.gate_proj.weight"] == [48, 64]
+    assert found[2, "head", "rows"]["part.weight"] == [49, 64]
+
+
+def test_stages_of_the_stand_in_are_those_of_the_golden(minimax):
+    layers = checkpoint.num_layers(minimax.config)
+    assert minimax.stages == all_stages(layers)

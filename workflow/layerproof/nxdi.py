@@ -1,0 +1,286 @@
+"""Models of NxD Inference (`neuronx_distributed_inference`) as ports: their layers, run one at a time.
+
+A modelling module of that library, or one written like it, has a class `NeuronXForCausalLM` that knows the others: its
+configuration (`get_config_cls`), its model (`_model_cls`), and how released tensors become the model's
+(`convert_hf_to_neuron_state_dict`, then a `preshard_hook` of each module). All of it is asked for as the library does when
+it compiles the prefill, so that a stage is what is shipped:
+
+- the model is built whole, on the meta device, and of it one stage gets values;
+- tensors are converted as one state dict, in which those of other stages are on the meta device, since a conversion may go
+  through all layers and treat them differently;
+- a layer is run by the model's own loop over layers, which makes the masks and what else it hands to a layer.
+
+The library's packages are imported here and nowhere else. They are Neuron's: see docs/nxdi.md for those that belong
+together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from layerproof import checkpoint, nxdi_taps
+from layerproof.errors import StageError
+from layerproof.port import Stage
+from layerproof.stages import EMBED, LM_HEAD, NORM
+from layerproof.taps import SHAPES
+
+PARTS = {EMBED: "embed_tokens", NORM: "norm", LM_HEAD: "lm_head"}
+"""Parts of a model besides its layers."""
+LANGUAGE_MODEL = re.compile(r"Neuron\w+ForCausalLM\w*")
+
+
+def load(module: ModuleType, settings: Mapping[str, Any]) -> Port:
+    """The port that a modelling module defines; `settings` are the config's `port.nxdi`.
+
+    Raises:
+        StageError: if the module has not the class that everything hangs on, or more than one.
+    """
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():  # by what the module did when it was imported
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=torch.distributed.get_world_size())
+    named = settings["causal_lm"]
+    if named is not None:
+        found = [getattr(module, named)] if hasattr(module, named) else []
+    else:
+        own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__]
+        found = [one for one in own if LANGUAGE_MODEL.fullmatch(one.__name__)]
+    if len(found) != 1:
+        names = ", ".join(one.__name__ for one in found) or "none"
+        looked_for = named or LANGUAGE_MODEL.pattern
+        raise StageError(f"{module.__name__}: has {names} for {looked_for}. Name one class in port.nxdi.causal_lm.")
+    unknown = [name for name in settings["taps"] if name not in SHAPES]
+    if unknown:
+        raise StageError(f'port.nxdi.taps: "{unknown[0]}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
+    return Port(found[0], settings)
+
+
+@dataclass(frozen=True)
+class Port:
+    """What `port` asks of a port, answered by the `NeuronXForCausalLM` class of a modelling module."""
+
+    causal_lm: Any
+    settings: Mapping[str, Any]
+
+    def build(self, stage: Stage) -> nn.Module:
+        """The stage as a module on the meta device; buffers that are no part of a state dict have their values."""
+        model = _meta_model(self._application(stage))
+        if stage.layer is None:
+            size = model.config.vocab_size if stage.name == LM_HEAD else model.config.hidden_size
+            return _Part(getattr(model, PARTS[stage.name]), size)
+        layer = model.layers[stage.layer]
+        nxdi_taps.put_in(layer, *stage.shape, self.settings["taps"])
+        return _Layer(model, layer)
+
+    def convert(self, stage: Stage, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The stage's released tensors as the library hands them to a rank's module, in the types that these have.
+
+        Raises:
+            StageError: if the conversion fails.
+        """
+        from neuronx_distributed.trace.trace import get_sharded_checkpoint
+
+        application = self._application(stage)
+        try:
+            with _AmongMeta():
+                converted = self._converted(application.config, _state_on_disk(stage, weights))
+                model = _meta_model(application)
+                rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+                get_sharded_checkpoint(converted, model, rank, ranks)
+        except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise StageError(
+                f"{stage.name}: {self.causal_lm.__name__} cannot convert the checkpoint ({type(error).__name__}: {error})."
+            ) from error
+        wanted, given = _own(stage, model.state_dict()), _own(stage, converted)
+        made = wanted | _rank_tensors(stage, model) | given  # a buffer that is not given keeps its value
+        return {name: made[name].to(to.dtype) for name, to in wanted.items() if not made[name].is_meta}
+
+    def _converted(self, config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's state from the released one, as `get_state_dict` and `checkpoint_loader_fn` of an application make it.
+
+        Not by these: ports write them anew to read their own files.
+        """
+        old, new = self.causal_lm._STATE_DICT_MODEL_PREFIX, self.causal_lm._NEW_STATE_DICT_MODEL_PREFIX
+        names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in state}
+        named = {re.sub(r"\.weight_scale$", ".scale", names[name]): tensor for name, tensor in state.items()}
+        converted = self.causal_lm.convert_hf_to_neuron_state_dict(named, config)
+        if getattr(config, "tie_word_embeddings", False):
+            self.causal_lm.update_state_dict_for_tied_weights(converted)
+        dtype = config.neuron_config.torch_dtype
+        if dtype == torch.float32 or config.neuron_config.cast_type != "config":
+            return converted
+        kept = (torch.float8_e4m3fn,)
+        return {
+            name: tensor.to(dtype)
+            if tensor.is_floating_point() and tensor.dtype not in kept and not name.endswith("scale")
+            else tensor
+            for name, tensor in converted.items()
+        }
+
+    def _application(self, stage: Stage) -> Any:
+        """The library's application for the checkpoint, with shapes and type of this run.
+
+        Raises:
+            StageError: if the library does not take the configuration.
+        """
+        config_class = self.causal_lm.get_config_cls()
+        neuron_config = config_class.get_neuron_config_cls()
+        given = self._neuron_settings(stage, neuron_config) | self.settings["neuron_config"]
+        try:
+            if given.get("sequence_parallel_enabled"):
+                raise ValueError("sequence_parallel_enabled keeps the last token alone, and a stage is compared at all")
+            config = config_class(
+                neuron_config(**given),
+                load_config=lambda config: _load_config(config, stage),
+                **self.settings["config"],
+            )
+            return self.causal_lm(str(stage.checkpoint), config)
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise StageError(
+                f"{stage.name}: {self.causal_lm.__name__} does not take the configuration "
+                f"({type(error).__name__}: {error}). Set what it lacks in port.nxdi.config or port.nxdi.neuron_config."
+            ) from error
+
+    def _neuron_settings(self, stage: Stage, neuron_config: type) -> dict[str, Any]:
+        from neuronx_distributed_inference.models.config import MoENeuronConfig
+
+        batch, seq = stage.shape
+        settings = {
+            "batch_size": batch,
+            "seq_len": seq,
+            "torch_dtype": str(stage.dtype).removeprefix("torch."),
+            "tp_degree": torch.distributed.get_world_size(),
+        }
+        if issubclass(neuron_config, MoENeuronConfig) and os.environ.get("PJRT_DEVICE") != "NEURON":
+            settings["blockwise_matmul_config"] = {"use_torch_block_wise": True}  # its kernels run on Neuron alone
+        return settings
+
+
+def _load_config(config: Any, stage: Stage) -> None:
+    """Sets what config.json says as NxD Inference has it, also what its transformers does not know, or not any more."""
+    from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+
+    with contextlib.suppress(KeyError, ValueError):  # for a model that it does not know
+        load_pretrained_config(str(stage.checkpoint))(config)
+    for key, value in stage.config.items():
+        if not hasattr(config, key):
+            setattr(config, key, value)
+    rope = stage.config.get("rope_parameters") or {}
+    if "rope_theta" in rope and "rope_theta" not in stage.config:  # transformers 4 would take its default
+        config.rope_theta = rope["rope_theta"]
+        config.rope_scaling = None if rope.get("rope_type", "default") == "default" else dict(rope)
+
+
+def _meta_model(application: Any) -> Any:
+    """The model that is compiled for the prefill, its parameters on the meta device and without a cache."""
+    from neuronx_distributed.utils.model_utils import init_on_device
+
+    wrapper = application.context_encoding_model
+    wrapper.model_init_kwargs["optimize_inference"] = False
+    instance = wrapper.get_model_instance()
+    with init_on_device(torch.device("meta"), force_custom_init_on_device=True):
+        instance.load_module()
+    return instance.module
+
+
+def _state_on_disk(stage: Stage, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All tensors of the checkpoint by their names there; those of other stages on the meta device."""
+    state = {}
+    for shard in checkpoint.shards(stage.checkpoint):
+        if (stage.checkpoint / shard).exists():
+            for name, tensor in checkpoint.read_shard_header(stage.checkpoint / shard).items():
+                dtype = getattr(torch, checkpoint.torch_name(tensor.dtype))
+                state[name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return state | dict(weights)
+
+
+class _AmongMeta(TorchDispatchMode):
+    """Lets a conversion use tensors on the meta device beside others, such as zeros that it makes to pad with: what is made
+    of both is on the meta device, too, and what would be written into another is not.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if any(one.is_meta for one in tensors) and not all(one.is_meta for one in tensors):
+            if func._schema.is_mutable and not args[0].is_meta:
+                return args[0]
+            args, kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def _to_meta(tensor: Any) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+def _own(stage: Stage, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a model's state that are the stage's, by their names in its module."""
+    prefix, module = (
+        (f"layers.{stage.layer}.", "layer.") if stage.name not in PARTS else (PARTS[stage.name] + ".", "part.")
+    )
+    return {module + name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+
+
+def _rank_tensors(stage: Stage, model: Any) -> dict[str, torch.Tensor]:
+    """The parameters that hold a rank, where a conversion may leave them out because its graph does not use them."""
+    from neuronx_distributed.parallel_layers.layers import SPMDRank
+
+    rank = torch.tensor([torch.distributed.get_rank()], dtype=torch.int32)
+    names = {f"{name}.rank": rank for name, module in model.named_modules() if isinstance(module, SPMDRank)}
+    return _own(stage, names)
+
+
+class _Part(nn.Module):
+    """What a stage besides the layers is: embedding, norm, or head, whose logits end where a padded vocabulary begins."""
+
+    def __init__(self, part: nn.Module, size: int) -> None:
+        super().__init__()
+        self.part, self.size = part, size
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        return self.part(x)[..., : self.size]
+
+
+class _Layer(nn.Module):
+    """One decoder layer, run by its model as if it were the only one."""
+
+    model: Any
+
+    def __init__(self, model: Any, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        alone = copy.copy(model)
+        alone._modules = {"layers": nn.ModuleList([layer]), "norm": nn.Identity()}
+        self.__dict__["model"] = alone  # not as a submodule: the layer's state is the stage's
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        model = self.model
+        kept = valid.int()
+        position_ids = positions[None].expand(valid.shape)
+        local = None
+        if model.attention_chunk_size:
+            local = model._create_chunked_attn_mask_cte(kept, model.attention_chunk_size)
+        elif model.sliding_window:
+            local = model._create_windowed_attn_mask_cte(kept, model.sliding_window)
+        hidden, _ = model.get_model_output(
+            input_ids=kept.long(),
+            inputs_embeds=x,
+            seq_ids=torch.arange(len(x), device=x.device),
+            attention_mask=model.create_attn_mask(kept, True, False, position_ids=position_ids),
+            local_attn_mask=local,
+            position_ids=position_ids,
+            padding_mask=model.create_padding_mask(position_ids),
+            is_for_context_encoding=True,
+        )
+        return hidden
