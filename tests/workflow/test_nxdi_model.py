@@ -27,7 +27,7 @@ def test_a_model_is_judged_mended_and_edited(tmp_path, monkeypatch):
     assert found["stages"]["embed"]["status"] == "pass"
     assert "model.py" in (workflow.results / "report.html").read_text()
 
-    workflow.configure(port=port | {"nxdi": {}})
+    workflow.configure(port={"nxdi": {}})
     workflow.run()
     assert verdicts(workflow)["overall"] == "pass"
 
