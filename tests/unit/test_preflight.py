@@ -143,6 +143,13 @@ def test_libraries():
     assert check == Check("libraries", "ok", "torch 1.0, transformers 1.0, safetensors 1.0, h5py 1.0")
 
 
+def test_nxd_inference():
+    (check,) = preflight.check_nxdi({"neuronx_distributed": "spec"}.get)
+    assert check.status == "fail" and check.text == "neuronx_distributed_inference cannot be imported here"
+    (check,) = preflight.check_nxdi(lambda name: "spec")
+    assert check.status == "ok"
+
+
 def test_memory_and_disk(tmp_path):
     assert preflight.check_memory("golden", PREDICTION, 10 * GIB).status == "ok"
     assert preflight.check_memory("golden", PREDICTION, 8 * GIB).status == "warn"

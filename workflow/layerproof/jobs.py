@@ -13,6 +13,7 @@ import platform
 import resource
 import shlex
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -23,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from layerproof import fingerprint, trimming
+from layerproof import fingerprint, known_errors, trimming
 from layerproof.errors import StageError, StageMissing, UserError
 from layerproof.records import Record, described, why_stale
 
@@ -62,6 +63,8 @@ class Job:
 Work = Callable[[], Mapping[str, Any] | None]
 """Makes a job's outputs and returns facts for its record."""
 
+LOG_END = 1 << 16
+"""Bytes at the end of a log in which a reason is looked for."""
 LONGEST_REASON = 500
 """Characters of a foreign error's message that the report shows."""
 
@@ -177,10 +180,21 @@ def blame(tasks: Sequence[tuple[Job, Work]], leave_error: LeaveError, finished: 
     error that names the signal or exit code, and the ones after it as missing.
     """
     reason = how_it_ended(code)
-    error = StageError(f"{reason} Its log has what it printed last.")
+    meaning = known_errors.explained(_log_so_far())
+    error = StageError(f"{reason} Its log has what it printed last{f': {meaning}' if meaning else '.'}")
     for job, _ in tasks[finished:]:
         run(job, functools.partial(_raise, error), functools.partial(leave_error, job))
         error = StageMissing(f"no input, because an earlier stage failed: {reason}")
+
+
+def _log_so_far() -> str:
+    """What this process and those that it started printed last, if it goes into a file."""
+    try:
+        with open("/proc/self/fd/2", "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_END))
+            return log.read().decode(errors="replace") if stat.S_ISREG(os.fstat(log.fileno()).st_mode) else ""
+    except OSError:
+        return ""
 
 
 def end_with(parent: int) -> None:
@@ -243,10 +257,14 @@ def _as_stage_error(exception: BaseException) -> StageError:
 
     That line is the last one outside of this library and of installed packages, if there is any: the user's.
     """
-    if isinstance(exception, StageError):
-        return exception
     if isinstance(exception, UserError):
-        return StageError(str(exception))
+        meaning = known_errors.explained(str(exception))
+        if isinstance(exception, StageError) and meaning is None:
+            return exception
+        kind = type(exception) if isinstance(exception, StageError) else StageError
+        error = kind(f"{exception} {meaning}" if meaning else str(exception))
+        error.__cause__ = exception.__cause__
+        return error
     try:
         text = str(exception).strip()
     except Exception:
@@ -255,6 +273,7 @@ def _as_stage_error(exception: BaseException) -> StageError:
     frames = [frame for frame in traceback.extract_tb(exception.__traceback__) if "site-packages" not in frame.filename]
     users = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
     where = next((f" at {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(users or frames)), "")
-    error = StageError(f"{type(exception).__name__}{where}: {message}")
+    meaning = known_errors.explained(f"{type(exception).__name__}: {text}")
+    error = StageError(f"{type(exception).__name__}{where}: {message}{f' {meaning}' if meaning else ''}")
     error.__cause__ = exception
     return error

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def check_side(
     hardware = _hardware(side, config)
     return [
         *check_libraries(side, hardware, _installed),
+        *(check_nxdi(find_spec) if side == "port" and config["port"]["backend"] == "nxdi" else []),
         *(check_golden_device(config["golden"], prediction) if side == "golden" else []),
         *(check_neuron(prediction, os.environ) if hardware == "NEURON" else []),
         check_memory(side, prediction, _available_memory()),
@@ -105,6 +107,16 @@ def check_libraries(side: str, hardware: str, installed: Any) -> Iterator[Check]
         yield Check("libraries", FAIL, f"{', '.join(missing)} not installed here; {found or 'nothing else'} is", remedy)
     else:
         yield Check("libraries", OK, found)
+
+
+def check_nxdi(find: Any) -> Iterator[Check]:
+    """Whether NxD Inference is there; `find` gives a module's spec or None, since PyPI has empty packages of that name."""
+    missing = [name for name in ("neuronx_distributed", "neuronx_distributed_inference") if find(name) is None]
+    if missing:
+        remedy = "Run the port in the Neuron container (containers/README.md); PyPI's packages of these names are empty."
+        yield Check("NxD Inference", FAIL, f"{', '.join(missing)} cannot be imported here", remedy)
+    else:
+        yield Check("NxD Inference", OK, "neuronx_distributed and neuronx_distributed_inference are there")
 
 
 def _installed(name: str) -> str | None:

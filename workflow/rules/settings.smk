@@ -108,7 +108,7 @@ def predict_spec(wildcards):
 
 
 def preflight_spec(side):
-    asked = {"golden": ("device", "mode"), "port": ("device",)}[side]
+    asked = {"golden": ("device", "mode"), "port": ("device", "backend")}[side]
     return spec(checkpoint_dir=CHECKPOINT, **{side: {key: SETTINGS[side][key] for key in asked}})
 
 
