@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import re
 from collections.abc import Mapping
@@ -93,19 +94,27 @@ class Port:
         from neuronx_distributed.trace.trace import get_sharded_checkpoint
 
         application = self._application(stage)
+        gc.freeze()  # conversions collect garbage for each layer, and would look through all that is in memory
         try:
             with _AmongMeta():
                 converted = self._converted(application.config, _state_on_disk(stage, weights))
-                model = _meta_model(application)
-                rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-                get_sharded_checkpoint(converted, model, rank, ranks)
+            given = {name: tensor for name, tensor in converted.items() if name.startswith(_prefix(stage))}
+            part = _stage_alone(_meta_model(application), stage)
+            get_sharded_checkpoint(given, part, torch.distributed.get_rank(), torch.distributed.get_world_size())
         except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(
                 f"{stage.name}: {self.causal_lm.__name__} cannot convert the checkpoint ({type(error).__name__}: {error})."
             ) from error
-        wanted, given = _own(stage, model.state_dict()), _own(stage, converted)
-        made = wanted | _rank_tensors(stage, model) | given  # a buffer that is not given keeps its value
-        return {name: made[name].to(to.dtype) for name, to in wanted.items() if not made[name].is_meta}
+        finally:
+            gc.unfreeze()
+        wanted = part.state_dict()
+        made = wanted | _rank_tensors(part) | given  # a buffer that is not given keeps its value
+        own = "layer." if stage.layer is not None else "part."
+        return {
+            own + name.removeprefix(_prefix(stage)): made[name].to(to.dtype)
+            for name, to in wanted.items()
+            if not made[name].is_meta
+        }
 
     def _converted(self, config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model's state from the released one, as `get_state_dict` and `checkpoint_loader_fn` of an application make it.
@@ -224,21 +233,30 @@ def _to_meta(tensor: Any) -> torch.Tensor:
     return tensor.to("meta")
 
 
-def _own(stage: Stage, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a model's state that are the stage's, by their names in its module."""
-    prefix, module = (
-        (f"layers.{stage.layer}.", "layer.") if stage.name not in PARTS else (PARTS[stage.name] + ".", "part.")
-    )
-    return {module + name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+def _prefix(stage: Stage) -> str:
+    """What the names of a stage's tensors begin with in a model's state."""
+    return f"{PARTS[stage.name]}." if stage.name in PARTS else f"layers.{stage.layer}."
 
 
-def _rank_tensors(stage: Stage, model: Any) -> dict[str, torch.Tensor]:
+def _stage_alone(model: Any, stage: Stage) -> Any:
+    """The model without its other stages: looking through all of it for each tensor takes minutes where there are many."""
+    alone = copy.copy(model)
+    if stage.layer is None:
+        name = PARTS[stage.name]
+        alone._modules = {name: getattr(model, name)}
+    else:
+        layers = nn.Module()
+        layers.add_module(str(stage.layer), model.layers[stage.layer])
+        alone._modules = {"layers": layers}
+    return alone
+
+
+def _rank_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The parameters that hold a rank, where a conversion may leave them out because its graph does not use them."""
     from neuronx_distributed.parallel_layers.layers import SPMDRank
 
     rank = torch.tensor([torch.distributed.get_rank()], dtype=torch.int32)
-    names = {f"{name}.rank": rank for name, module in model.named_modules() if isinstance(module, SPMDRank)}
-    return _own(stage, names)
+    return {f"{name}.rank": rank for name, module in model.named_modules() if isinstance(module, SPMDRank)}
 
 
 class _Part(nn.Module):

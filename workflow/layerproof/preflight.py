@@ -113,7 +113,9 @@ def check_nxdi(find: Any) -> Iterator[Check]:
     """Whether NxD Inference is there; `find` gives a module's spec or None, since PyPI has empty packages of that name."""
     missing = [name for name in ("neuronx_distributed", "neuronx_distributed_inference") if find(name) is None]
     if missing:
-        remedy = "Run the port in the Neuron container (containers/README.md); PyPI's packages of these names are empty."
+        remedy = (
+            "Run the port in the Neuron container (containers/README.md); PyPI's packages of these names are empty."
+        )
         yield Check("NxD Inference", FAIL, f"{', '.join(missing)} cannot be imported here", remedy)
     else:
         yield Check("NxD Inference", OK, "neuronx_distributed and neuronx_distributed_inference are there")
