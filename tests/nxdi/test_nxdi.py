@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerproof import checkpoint, compare, loading, metrics, port, tensors
+from layerproof import checkpoint, compare, loading, metrics, nxdi, nxdi_taps, port, tensors
 from layerproof.errors import StageError
 from layerproof.stages import all_stages, previous_stage
-from models import save
+from layerproof.taps import collecting
+from models import CONFIGS, save
 from peak import Peak
 from streaming import TOKENS, stream
 
@@ -44,15 +45,12 @@ def qwen(tmp_path_factory):
 
 
 class Model:
-    """A small checkpoint with its golden; of qwen3 without its window, which the stand-in's model does not have."""
+    """A small checkpoint with its golden."""
 
     def __init__(self, folder, name):
         self.name, self.checkpoint, self.golden = name, folder / "model", folder / "golden"
         save(name, self.checkpoint)
         self.config = json.loads((self.checkpoint / "config.json").read_text())
-        if name == "qwen3":
-            layers = self.config["num_hidden_layers"]
-            self.configure(use_sliding_window=False, sliding_window=None, layer_types=["full_attention"] * layers)
         self.stages = stream(self.checkpoint, self.golden)
         self.descriptions, _ = loading.describe_stages(self.checkpoint, self.stages, trust_remote_code=False)
 
@@ -97,6 +95,8 @@ def test_every_tap_of_a_right_model_passes(model, cpu_mode, tmp_path):
         assert facts["taps_change_output"] < 1e-6
         assert model.failures(stage, tmp_path / f"{stage}.h5") == {}, stage
     assert len(kinds) == 4, "all layers are of one kind"
+    if model.name == "qwen3":
+        assert set(model.config["layer_types"]) == {"full_attention", "sliding_attention"}
 
 
 def test_fused_projections_come_apart_into_their_taps(qwen, tmp_path):
@@ -170,11 +170,94 @@ def test_only_the_stage_is_read_and_held(minimax):
     assert peak.bytes < 3.2 * size  # the library copies experts twice: into one tensor, and gate beside up
 
 
+def test_a_tied_head_and_scaled_embeddings_are_the_models_own(tmp_path, monkeypatch):
+    monkeypatch.setitem(CONFIGS["qwen3"], "tie_word_embeddings", True)
+    model = Model(tmp_path, "qwen3")
+    for stage in ("embed", "lm_head"):
+        model.run(stage, tmp_path / "out.h5")
+        assert model.failures(stage, tmp_path / "out.h5") == {}
+    model.run("embed", tmp_path / "plain.h5")
+    model.run("embed", tmp_path / "scaled.h5", config={"embedding_multiplier": 2.0})
+    plain, scaled = (tensors.to_torch(tensors.read(tmp_path / name, "port/out")) for name in ("plain.h5", "scaled.h5"))
+    assert torch.equal(scaled, 2 * plain)
+
+
+def test_rotated_heads_are_tapped_where_a_model_rotates_them_itself(minimax, monkeypatch, tmp_path):
+    from neuronx_distributed_inference.models.minimax_m2 import modeling_minimax_m2
+
+    attention = modeling_minimax_m2.NeuronMiniMaxM2Attention
+    inline = attention.apply_rotary_embedding
+    prepare = attention.prep_qkv_tensors
+    monkeypatch.delattr(attention, "apply_rotary_embedding")
+    base = modeling_minimax_m2.NeuronAttentionBase
+    monkeypatch.delattr(base, "apply_rotary_embedding")
+
+    def own(self, *args, **kwargs):
+        vars(self)["apply_rotary_embedding"] = lambda *args: inline(self, *args)
+        return prepare(self, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "prep_qkv_tensors", own)
+    minimax.run("layer_001", tmp_path / "out.h5")
+    assert minimax.failures("layer_001", tmp_path / "out.h5") == {}
+
+
+def test_parts_of_one_tensor_are_no_taps(qwen, tmp_path, monkeypatch):
+    from neuronx_distributed_inference.modules.attention import attention_base
+
+    class Fused(torch.nn.Module):
+        def forward(self, x):
+            return torch.cat((x, x, x), -1)
+
+    layer = torch.nn.Module()
+    layer.self_attn = torch.nn.Module()
+    layer.self_attn.qkv_proj = Fused()
+    layer.self_attn.o_proj = attention_base.CustomRMSNorm(4)
+    nxdi_taps.put_in(layer, 1, 3, {})
+    with collecting() as taps:
+        layer.self_attn.qkv_proj(torch.ones(1, 3, 4))
+        layer.self_attn.o_proj(hidden_states=torch.ones(1, 3, 4))
+    assert set(taps) == {"attn.out"}
+
+
+def test_conversions_may_mix_what_is_there_and_what_is_not():
+    meta, real = torch.ones(4, device="meta"), torch.zeros(4)
+    with nxdi._AmongMeta():
+        assert torch.cat((meta, real)).is_meta and (real + meta).is_meta
+        real[:2].copy_(meta[:2])
+        real[2] = meta[0]
+        assert not (real + 1).is_meta
+
+
+def test_a_top_k_is_watched_in_either_spelling():
+    seen = []
+    with nxdi_taps._TopK(lambda tensor: seen.append(tensor) or tensor):
+        torch.topk(torch.ones(3), 1)
+        torch.ones(3).topk(1)
+    assert len(seen) == 2
+
+
+def test_codes_without_their_scales_are_no_weights(minimax, monkeypatch, tmp_path):
+    from neuronx_distributed_inference.models.minimax_m2 import modeling_minimax_m2
+
+    model = modeling_minimax_m2.NeuronMiniMaxM2ForCausalLM
+    convert = model.convert_hf_to_neuron_state_dict
+
+    def unscaled(state, config):
+        converted = convert(state, config)
+        name = "layers.1.self_attn.q_proj.weight"
+        return converted | {name: converted[name].to(torch.float8_e4m3fn)}
+
+    monkeypatch.setattr(model, "convert_hf_to_neuron_state_dict", staticmethod(unscaled))
+    with pytest.raises(StageError, match=r"q_proj\.weight in torch\.float8_e4m3fn where the model has torch\.bfloat16"):
+        minimax.run("layer_001", tmp_path / "out.h5")
+
+
 @pytest.mark.parametrize(
     ("nxdi", "message"),
     [
         ({"config": {"mistake": "x"}, "neuron_config": {"router_config": 3}}, "does not take the configuration"),
         ({"neuron_config": {"sequence_parallel_enabled": True}}, "sequence_parallel_enabled"),
+        ({"neuron_config": {"tp_degree": 32}}, "port.nxdi.neuron_config: tp_degree is the run's. Leave it out"),
         ({"causal_lm": "NeuronOther"}, "has none for NeuronOther. Name one class in port.nxdi.causal_lm"),
         ({"taps": {"attn.x": "self_attn"}}, 'port.nxdi.taps: "attn.x" is not a canonical tap'),
         ({"config": {"num_local_experts": 9}}, r"cannot convert the checkpoint \(KeyError: .*experts.8"),

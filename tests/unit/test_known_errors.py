@@ -40,7 +40,11 @@ RECORDED = {
     "NRT:nrt_load_collectives  Unsupported topology. Supported number of Neuron Cores is 1, 2, 8, 16 or a multiple of 32.": (
         "number of ranks that the message names"
     ),
-    "AssertionError: 8 is not divisible by 3": "divide the heads",
+    "AssertionError: num_key_value_heads (8) is not divisible by the tensor parallel degree": "divide the heads",
+    "ValueError: hidden_size 65 is not divisible by 4": None,
+    "ImportError: flash_attn.so: undefined symbol: _ZN3c104cuda": None,
+    "NewConnectionError: Failed to establish a new connection: [Errno 111] Connection refused": None,
+    "No module named 'neuronx_distributed_inference.models.foo'": None,
     "[ERROR] DGE: descriptor generation failed": "moe_tp_degree",
     "neuronx-cc compile --internal-enable-dge-levels vector_dynamic_offsets": None,
     "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x5 and 6x7)": None,
@@ -53,8 +57,8 @@ def test_recorded_errors(text, meaning):
     assert found is None if meaning is None else meaning in found
 
 
-def test_of_several_the_first_is_the_cause():
-    log = "Logical Neuron Core(s) not available\nRuntimeError: XLA device not found"
+def test_of_several_the_last_ended_the_process():
+    log = "No module named 'nki'\nRuntimeError: XLA device not found\nLogical Neuron Core(s) not available"
     assert "NeuronCore is free" in known_errors.explained(log)
 
 

@@ -9,7 +9,8 @@ import re
 
 KNOWN = (
     (
-        r"No module named '(libneuronxla|torch_neuronx|neuronxcc|nki|neuronx_distributed)|'libneuronpjrt-path'",
+        r"No module named '(libneuronxla|torch_neuronx|neuronxcc|nki|neuronx_distributed(_inference)?)'"
+        r"|'libneuronpjrt-path'",
         "Neuron's packages are not in this environment, or its bin folder is not on PATH. Run the port in the "
         "Neuron container, or activate the environment that has them; PyPI's packages of these names are empty.",
     ),
@@ -26,7 +27,7 @@ KNOWN = (
         "device from torch_xla.device(), and see that PJRT_DEVICE names one that this host has (port.device).",
     ),
     (
-        r"_XLAC.*undefined symbol|undefined symbol.*(torch|c10|at6native)",
+        r"_XLAC.*undefined symbol",
         "torch and torch_xla are of different releases. Install those that belong together, such as 2.9.1 and 2.9.0.",
     ),
     (
@@ -49,7 +50,7 @@ KNOWN = (
         "Another process listens at MASTER_PORT. Unset it: a job that no launcher starts takes a free port.",
     ),
     (
-        r"client socket has timed out|(connect|Connection).{0,40}(refused|timed out)",
+        r"client socket has (timed out|failed)",
         "No rank 0 answers at MASTER_ADDR and MASTER_PORT. Unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT if "
         "they are left from another launcher; else see that rank 0 runs and that the address can be reached.",
     ),
@@ -65,7 +66,7 @@ KNOWN = (
         "Collectives do not run on so many cores of this instance. Take a number of ranks that the message names.",
     ),
     (
-        r"\d+ is not divisible by \d+|num_key_value_heads.{0,60}(divisible|tp_degree)",
+        r"(num_key_value_heads|num_attention_heads|kv_heads|tp_degree|tensor.parallel).{0,80}divisible",
         "The tensor parallel degree does not divide the heads, the key/value heads or the intermediate size. Take "
         "one that divides all of them, or one that is a multiple of the key/value heads, of which NxD Inference "
         "makes copies.",
@@ -82,6 +83,6 @@ KNOWN = (
 
 
 def explained(text: str) -> str | None:
-    """Cause and remedy of the first known error that `text` holds, as it would be of a log; None if it holds none."""
-    found = [(match.start(), meaning) for pattern, meaning in KNOWN if (match := re.search(pattern, text))]
-    return min(found)[1] if found else None
+    """Cause and remedy of the last known error in a message or a log: what was before it was survived. None without one."""
+    found = [(match.start(), meaning) for pattern, meaning in KNOWN for match in re.finditer(pattern, text)]
+    return max(found)[1] if found else None

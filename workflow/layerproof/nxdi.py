@@ -40,6 +40,8 @@ from layerproof.taps import SHAPES
 PARTS = {EMBED: "embed_tokens", NORM: "norm", LM_HEAD: "lm_head"}
 """Parts of a model besides its layers."""
 LANGUAGE_MODEL = re.compile(r"Neuron\w+ForCausalLM\w*")
+OF_THE_RUN: tuple[str, ...] = ("batch_size", "seq_len", "torch_dtype", "tp_degree")
+"""Arguments of a NeuronConfig that the run gives."""
 
 
 def load(module: ModuleType, settings: Mapping[str, Any]) -> Port:
@@ -53,15 +55,16 @@ def load(module: ModuleType, settings: Mapping[str, Any]) -> Port:
     if not parallel_state.model_parallel_is_initialized():  # by what the module did when it was imported
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=torch.distributed.get_world_size())
     named = settings["causal_lm"]
-    if named is not None:
-        found = [getattr(module, named)] if hasattr(module, named) else []
-    else:
-        own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__]
-        found = [one for one in own if LANGUAGE_MODEL.fullmatch(one.__name__)]
+    own = {name: one for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__}
+    fitting = [name for name in own if LANGUAGE_MODEL.fullmatch(name)] if named is None else [named]
+    found = list(dict.fromkeys(vars(module)[name] for name in fitting if isinstance(vars(module).get(name), type)))
     if len(found) != 1:
         names = ", ".join(one.__name__ for one in found) or "none"
         looked_for = named or LANGUAGE_MODEL.pattern
         raise StageError(f"{module.__name__}: has {names} for {looked_for}. Name one class in port.nxdi.causal_lm.")
+    taken = [name for name in OF_THE_RUN if name in settings["neuron_config"]]
+    if taken:
+        raise StageError(f"port.nxdi.neuron_config: {taken[0]} is the run's. Leave it out.")
     unknown = [name for name in settings["taps"] if name not in SHAPES]
     if unknown:
         raise StageError(f'port.nxdi.taps: "{unknown[0]}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
@@ -78,6 +81,8 @@ class Port:
     def build(self, stage: Stage) -> nn.Module:
         """The stage as a module on the meta device; buffers that are no part of a state dict have their values."""
         model = _meta_model(self._application(stage))
+        if stage.name == EMBED:
+            return _Embedding(model)
         if stage.layer is None:
             size = model.config.vocab_size if stage.name == LM_HEAD else model.config.hidden_size
             return _Part(getattr(model, PARTS[stage.name]), size)
@@ -108,6 +113,13 @@ class Port:
         finally:
             gc.unfreeze()
         wanted = part.state_dict()
+        for name in wanted.keys() & given.keys():
+            is_code = given[name].itemsize == 1 or not given[name].is_floating_point()
+            if is_code and wanted[name].is_floating_point() and given[name].dtype != wanted[name].dtype:
+                raise StageError(
+                    f"{stage.name}: {self.causal_lm.__name__} leaves {name} in {given[name].dtype} where the model has "
+                    f"{wanted[name].dtype}. Apply its scales in convert_hf_to_neuron_state_dict."
+                )
         made = wanted | _rank_tensors(part) | given  # a buffer that is not given keeps its value
         own = "layer." if stage.layer is not None else "part."
         return {
@@ -146,35 +158,36 @@ class Port:
         """
         config_class = self.causal_lm.get_config_cls()
         neuron_config = config_class.get_neuron_config_cls()
-        given = self._neuron_settings(stage, neuron_config) | self.settings["neuron_config"]
+        given = self._neuron_settings(stage, neuron_config)
         try:
-            if given.get("sequence_parallel_enabled"):
-                raise ValueError("sequence_parallel_enabled keeps the last token alone, and a stage is compared at all")
             config = config_class(
                 neuron_config(**given),
                 load_config=lambda config: _load_config(config, stage),
                 **self.settings["config"],
             )
-            return self.causal_lm(str(stage.checkpoint), config)
+            application = self.causal_lm(str(stage.checkpoint), config)
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise StageError(
                 f"{stage.name}: {self.causal_lm.__name__} does not take the configuration "
                 f"({type(error).__name__}: {error}). Set what it lacks in port.nxdi.config or port.nxdi.neuron_config."
             ) from error
+        if config.neuron_config.sequence_parallel_enabled:
+            raise StageError(
+                f"{stage.name}: sequence_parallel_enabled keeps the last token alone, and a stage is compared at all of "
+                "them. Set it to false in port.nxdi.neuron_config."
+            )
+        return application
 
     def _neuron_settings(self, stage: Stage, neuron_config: type) -> dict[str, Any]:
         from neuronx_distributed_inference.models.config import MoENeuronConfig
 
-        batch, seq = stage.shape
-        settings = {
-            "batch_size": batch,
-            "seq_len": seq,
-            "torch_dtype": str(stage.dtype).removeprefix("torch."),
-            "tp_degree": torch.distributed.get_world_size(),
-        }
-        if issubclass(neuron_config, MoENeuronConfig) and os.environ.get("PJRT_DEVICE") != "NEURON":
-            settings["blockwise_matmul_config"] = {"use_torch_block_wise": True}  # its kernels run on Neuron alone
-        return settings
+        dtype, ranks = str(stage.dtype).removeprefix("torch."), torch.distributed.get_world_size()
+        settings = dict(self.settings["neuron_config"])
+        is_on_neuron = os.environ.get("PJRT_DEVICE") == "NEURON" and not self.settings["cpu_mode"]
+        if issubclass(neuron_config, MoENeuronConfig) and not is_on_neuron:  # where alone its kernels run
+            given = settings.get("blockwise_matmul_config", {})
+            settings["blockwise_matmul_config"] = {"use_torch_block_wise": True, **given}
+        return settings | dict(zip(OF_THE_RUN, (*stage.shape, dtype, ranks), strict=True))
 
 
 def _load_config(config: Any, stage: Stage) -> None:
@@ -217,14 +230,12 @@ def _state_on_disk(stage: Stage, weights: Mapping[str, torch.Tensor]) -> dict[st
 
 class _AmongMeta(TorchDispatchMode):
     """Lets a conversion use tensors on the meta device beside others, such as zeros that it makes to pad with: what is made
-    of both is on the meta device, too, and what would be written into another is not.
+    of both is on the meta device, too, and what is not there is not written into what is.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         if any(one.is_meta for one in tensors) and not all(one.is_meta for one in tensors):
-            if func._schema.is_mutable and not args[0].is_meta:
-                return args[0]
             args, kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
@@ -260,7 +271,7 @@ def _rank_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 class _Part(nn.Module):
-    """What a stage besides the layers is: embedding, norm, or head, whose logits end where a padded vocabulary begins."""
+    """The norm behind the last layer, or the head, whose logits end where a padded vocabulary begins."""
 
     def __init__(self, part: nn.Module, size: int) -> None:
         super().__init__()
@@ -268,6 +279,28 @@ class _Part(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         return self.part(x)[..., : self.size]
+
+
+def _run_by_itself(model: Any, layers: list[nn.Module]) -> Any:
+    """The model with these layers and without the norm behind them."""
+    alone = copy.copy(model)
+    alone._modules = {**model._modules, "layers": nn.ModuleList(layers), "norm": nn.Identity()}
+    return alone
+
+
+class _Embedding(nn.Module):
+    """Token ids [batch, seq] to hidden states, as the model has them before its first layer: some scale them."""
+
+    model: Any
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.part = model.embed_tokens
+        self.__dict__["model"] = _run_by_itself(model, [])  # not as a submodule: the stage's state is the table's
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        position_ids = positions[None].expand(valid.shape)
+        return self.model.get_model_output(input_ids=ids, position_ids=position_ids, is_for_context_encoding=True)[0]
 
 
 class _Layer(nn.Module):
@@ -278,9 +311,7 @@ class _Layer(nn.Module):
     def __init__(self, model: Any, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
-        alone = copy.copy(model)
-        alone._modules = {"layers": nn.ModuleList([layer]), "norm": nn.Identity()}
-        self.__dict__["model"] = alone  # not as a submodule: the layer's state is the stage's
+        self.__dict__["model"] = _run_by_itself(model, [layer])  # not as a submodule: the layer's state is the stage's
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         model = self.model

@@ -48,12 +48,13 @@ def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str]) -> N
         spelled = dict.fromkeys(place.replace("MLP", mlp) for place in places for mlp in MLPS)
         for path, _, part in (place.removesuffix("]").partition("[") for place in spelled):
             if path in modules:
+                index = int(part) if part else None
                 of_heads = getattr(modules.get("self_attn"), "post_transpose_layernorm", False)
-                hook = functools.partial(_output, name, int(part or 0), *_layouts(name, batch, seq, of_heads))
+                hook = functools.partial(_output, name, index, *_layouts(name, batch, seq, of_heads))
                 modules[path].register_forward_hook(hook)
     attention = modules.get("self_attn")
-    if hasattr(attention, "apply_rotary_embedding"):
-        _pass_result(attention, "apply_rotary_embedding", _rotated)
+    if hasattr(attention, "prep_qkv_tensors"):
+        _tap_rotated(attention)
     if "self_attn.o_proj" in modules:
         modules["self_attn.o_proj"].register_forward_pre_hook(_context)
     for path, module in modules.items():
@@ -100,17 +101,35 @@ def _hand_over(name: str, tensor: torch.Tensor, show: Show, back: Show) -> torch
     return tensor if going_on is shown else back(going_on).to(tensor.dtype)
 
 
-def _output(name: str, part: int, show: Show, back: Show, module: nn.Module, args: Any, output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return _hand_over(name, output, show, back)
+def _output(name: str, part: int | None, show: Show, back: Show, module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, torch.Tensor):  # of which a part is not one of several
+        return _hand_over(name, output, show, back) if part is None else output
     parts = list(output)
-    parts[part] = _hand_over(name, parts[part], show, back)
+    parts[part or 0] = _hand_over(name, parts[part or 0], show, back)
     return type(output)(parts) if type(output) in (tuple, list) else type(output)(*parts)
 
 
 def _context(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The input of the output projection, which the library hands over by position."""
-    return (tap("attn.context", args[0]), *args[1:])
+    return (tap("attn.context", args[0]), *args[1:]) if args else args
+
+
+def _tap_rotated(attention: Any) -> None:
+    """Taps rotated heads where the library rotates them, or at the end of a model's own preparation of q, k and v."""
+    done = []
+
+    def rotary(result: tuple[Any, ...]) -> tuple[Any, ...]:
+        done.append(True)
+        return _rotated(result)
+
+    def prepared(result: tuple[Any, ...]) -> tuple[Any, ...]:
+        result = result if done else _rotated(result)
+        done.clear()
+        return result
+
+    if hasattr(attention, "apply_rotary_embedding"):
+        _pass_result(attention, "apply_rotary_embedding", rotary)
+    _pass_result(attention, "prep_qkv_tensors", prepared)
 
 
 def _rotated(result: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -54,7 +54,9 @@ class NeuronBaseModel(nn.Module):
         padding_mask=None,
         **kwargs,
     ):
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:  # some models scale them here, and not in a module
+            inputs_embeds = self.embed_tokens(input_ids) * getattr(self.config, "embedding_multiplier", 1.0)
+        hidden_states = inputs_embeds
         cos_cache = sin_cache = None
         cache = ()
         for idx, decoder_layer in enumerate(self.layers):

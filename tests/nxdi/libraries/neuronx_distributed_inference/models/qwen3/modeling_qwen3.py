@@ -33,8 +33,11 @@ class NeuronQwen3MLP(nn.Module):
 
 
 class NeuronQwen3DecoderLayer(nn.Module):
-    def __init__(self, config):
+    """Layers see a window or all, by their index: the model hands both masks over."""
+
+    def __init__(self, config, layer_idx):
         super().__init__()
+        self.is_local = config.layer_types[layer_idx] == "sliding_attention"
         self.self_attn = NeuronAttentionBase(
             config,
             RotaryEmbedding(config.head_dim, config.max_position_embeddings, base=config.rope_theta),
@@ -48,7 +51,7 @@ class NeuronQwen3DecoderLayer(nn.Module):
     def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_value=None, **kwargs):
         output = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
-            attention_mask=attention_mask,
+            attention_mask=kwargs["local_mask"] if self.is_local else attention_mask,
             position_ids=position_ids,
             **kwargs,
         )
@@ -60,11 +63,12 @@ class NeuronQwen3DecoderLayer(nn.Module):
 class NeuronQwen3Model(NeuronBaseModel):
     def setup_attr_for_model(self, config):
         self.hidden_size = config.hidden_size
+        self.sliding_window, self.has_mixed_attn = config.sliding_window, True
 
     def init_model(self, config):
         dtype = config.neuron_config.torch_dtype
         self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, dtype=dtype)
-        self.layers = nn.ModuleList([NeuronQwen3DecoderLayer(config) for _ in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([NeuronQwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = CustomRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, dtype=dtype, pad=True)
 
