@@ -75,6 +75,26 @@ def test_a_port_finds_torch_as_its_import_left_it(tmp_path):
         torch.set_default_dtype(before)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "gone_package.port",
+            None,
+            r"No module named 'gone_package'\). Install gone_package, or name its folder in PYTHONPATH.",
+        ),
+        ("gone_module", None, r"No module named 'gone_module'\). Correct port.module."),
+        ("uses.py", "import gone_package", r"Install gone_package, or name its folder in PYTHONPATH."),
+        ("breaks.py", "1 / 0", r"ZeroDivisionError: division by zero\). Correct port.module."),
+    ],
+)
+def test_a_port_that_cannot_be_imported_says_why(name, text, message, tmp_path):
+    if text:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(StageError, match=message):
+        port.load_module(str(tmp_path / name) if text else name)
+
+
 def test_shipped_port_passes_and_compiles_once_a_kind(tmp_path, monkeypatch):
     # No other test's size, whose graphs this process may have compiled.
     monkeypatch.setitem(CONFIGS, "minimax_m2", CONFIGS["minimax_m2"] | {"vocab_size": 89, "hidden_size": 56})

@@ -144,9 +144,9 @@ def load_module(name: str) -> ModuleType:
     except SyntaxError as error:
         raise StageError(f"{error.filename}: line {error.lineno}: {error.msg}. Correct port.module.") from error
     except Exception as error:
-        raise StageError(
-            f"{name}: cannot be imported ({type(error).__name__}: {error}). Correct port.module."
-        ) from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) and error.name != name else None
+        remedy = f"Install {missing}, or name its folder in PYTHONPATH." if missing else "Correct port.module."
+        raise StageError(f"{name}: cannot be imported ({type(error).__name__}: {error}). {remedy}") from error
     return module
 
 
