@@ -35,7 +35,7 @@ from layerproof import checkpoint, nxdi_taps
 from layerproof.errors import StageError
 from layerproof.port import Stage
 from layerproof.stages import EMBED, LM_HEAD, NORM
-from layerproof.taps import SHAPES
+from layerproof.taps import check_canonical
 
 PARTS = {EMBED: "embed_tokens", NORM: "norm", LM_HEAD: "lm_head"}
 """Parts of a model besides its layers."""
@@ -65,9 +65,7 @@ def load(module: ModuleType, settings: Mapping[str, Any]) -> Port:
     taken = [name for name in OF_THE_RUN if name in settings["neuron_config"]]
     if taken:
         raise StageError(f"port.nxdi.neuron_config: {taken[0]} is the run's. Leave it out.")
-    unknown = [name for name in settings["taps"] if name not in SHAPES]
-    if unknown:
-        raise StageError(f'port.nxdi.taps: "{unknown[0]}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
+    check_canonical(settings["taps"], "port.nxdi.taps")
     return Port(found[0], settings)
 
 
@@ -113,13 +111,7 @@ class Port:
         finally:
             gc.unfreeze()
         wanted = part.state_dict()
-        for name in wanted.keys() & given.keys():
-            is_code = given[name].itemsize == 1 or not given[name].is_floating_point()
-            if is_code and wanted[name].is_floating_point() and given[name].dtype != wanted[name].dtype:
-                raise StageError(
-                    f"{stage.name}: {self.causal_lm.__name__} leaves {name} in {given[name].dtype} where the model has "
-                    f"{wanted[name].dtype}. Apply its scales in convert_hf_to_neuron_state_dict."
-                )
+        self._refuse_codes(stage, given, wanted)
         made = wanted | _rank_tensors(part) | given  # a buffer that is not given keeps its value
         own = "layer." if stage.layer is not None else "part."
         return {
@@ -127,6 +119,18 @@ class Port:
             for name, to in wanted.items()
             if not made[name].is_meta
         }
+
+    def _refuse_codes(
+        self, stage: Stage, given: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raises StageError at FP8 or integer values that would become weights without their scales."""
+        for name in wanted.keys() & given.keys():
+            is_code = given[name].itemsize == 1 or not given[name].is_floating_point()
+            if is_code and wanted[name].is_floating_point() and given[name].dtype != wanted[name].dtype:
+                raise StageError(
+                    f"{stage.name}: {self.causal_lm.__name__} leaves {name} in {given[name].dtype} where the model has "
+                    f"{wanted[name].dtype}. Apply its scales in convert_hf_to_neuron_state_dict."
+                )
 
     def _converted(self, config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model's state from the released one, as `get_state_dict` and `checkpoint_loader_fn` of an application make it.
@@ -142,13 +146,11 @@ class Port:
         dtype = config.neuron_config.torch_dtype
         if dtype == torch.float32 or config.neuron_config.cast_type != "config":
             return converted
-        kept = (torch.float8_e4m3fn,)
-        return {
-            name: tensor.to(dtype)
-            if tensor.is_floating_point() and tensor.dtype not in kept and not name.endswith("scale")
-            else tensor
-            for name, tensor in converted.items()
-        }
+
+        def is_cast(name: str, tensor: torch.Tensor) -> bool:
+            return tensor.is_floating_point() and tensor.dtype != torch.float8_e4m3fn and not name.endswith("scale")
+
+        return {name: tensor.to(dtype) if is_cast(name, tensor) else tensor for name, tensor in converted.items()}
 
     def _application(self, stage: Stage) -> Any:
         """The library's application for the checkpoint, with shapes and type of this run.

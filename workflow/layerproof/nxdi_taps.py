@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from layerproof.taps import tap
+from layerproof.taps import Show, tap, tap_as
 
 OUTPUTS = {
     "input_norm": ("input_layernorm",),
@@ -36,9 +36,6 @@ a layer does not have are other models' names.
 """
 MLPS = ("mlp", "feed_forward", "block_sparse_moe")
 """What MLP stands for."""
-
-Show = Callable[[torch.Tensor], torch.Tensor]
-"""Makes of a tensor of the library one in a tap's layout, or the other way."""
 
 
 def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str]) -> None:
@@ -67,7 +64,7 @@ def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str]) -> N
 def _layouts(name: str, batch: int, seq: int, of_heads: bool = False) -> tuple[Show, Show]:
     """From the library's layout to the tap's, and back."""
     if name == "router.choice":  # [tokens, top_k] in the order of the scores
-        return lambda flat: flat.view(batch, seq, -1).sort(-1).values.int(), lambda shown: shown.flatten(0, 1)
+        return lambda flat: flat.view(batch, seq, -1).sort(-1).values.int(), lambda shown: shown.flatten(0, 1).long()
     if name.startswith("router."):  # [tokens, experts], the scores in fp64
         return lambda flat: _up_to_fp32(flat).view(batch, seq, -1), lambda shown: shown.flatten(0, 1)
     if name in ("attn.q_rot", "attn.k_rot") or (of_heads and name in ("attn.q_norm", "attn.k_norm")):
@@ -78,7 +75,7 @@ def _layouts(name: str, batch: int, seq: int, of_heads: bool = False) -> tuple[S
 def _of_tokens(name: str, batch: int, seq: int) -> Show:
     """Hands [tokens, experts] over as [batch, seq, experts]."""
     show, back = _layouts(name, batch, seq)
-    return functools.partial(_hand_over, name, show=show, back=back)
+    return functools.partial(tap_as, name, show=show, back=back)
 
 
 def _up_to_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,18 +91,11 @@ def _swap_heads(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2)
 
 
-def _hand_over(name: str, tensor: torch.Tensor, show: Show, back: Show) -> torch.Tensor:
-    """What to go on with after a tap: the tensor itself, or in a forced run what takes its place."""
-    shown = show(tensor)
-    going_on = tap(name, shown)
-    return tensor if going_on is shown else back(going_on).to(tensor.dtype)
-
-
 def _output(name: str, part: int | None, show: Show, back: Show, module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, torch.Tensor):  # of which a part is not one of several
-        return _hand_over(name, output, show, back) if part is None else output
+        return tap_as(name, output, show, back) if part is None else output
     parts = list(output)
-    parts[part or 0] = _hand_over(name, parts[part or 0], show, back)
+    parts[part or 0] = tap_as(name, parts[part or 0], show, back)
     return type(output)(parts) if type(output) in (tuple, list) else type(output)(*parts)
 
 
@@ -134,8 +124,8 @@ def _tap_rotated(attention: Any) -> None:
 
 def _rotated(result: tuple[Any, ...]) -> tuple[Any, ...]:
     queries, keys, *others = result
-    queries = _hand_over("attn.q_rot", queries, _swap_heads, _swap_heads)
-    return (queries, _hand_over("attn.k_rot", keys, _swap_heads, _swap_heads), *others)
+    queries = tap_as("attn.q_rot", queries, _swap_heads, _swap_heads)
+    return (queries, tap_as("attn.k_rot", keys, _swap_heads, _swap_heads), *others)
 
 
 def _tap_router(router: Any, batch: int, seq: int) -> None:

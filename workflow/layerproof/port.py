@@ -39,7 +39,7 @@ from layerproof.files import digest_of
 from layerproof.fingerprint import unrecorded
 from layerproof.metrics import STORAGE
 from layerproof.stages import EMBED, layer_of
-from layerproof.taps import OUT, SHAPES, collecting, in_order, tap
+from layerproof.taps import OUT, check_canonical, collecting, in_order, tap
 from layerproof.tokens import Tokens
 
 Taps = dict[str, torch.Tensor]
@@ -162,9 +162,7 @@ def check_module(name: str, module: ModuleType) -> None:
     taps = getattr(module, "TAPS", {})
     if not isinstance(taps, Mapping) or not all(isinstance(text, str) for text in (*taps, *taps.values())):
         raise StageError(f'{name}: TAPS must map canonical taps to submodules: {{"attn.q": "attention.q_proj"}}.')
-    unknown = [tap for tap in taps if tap not in SHAPES]
-    if unknown:
-        raise StageError(f'{name}: TAPS: "{unknown[0]}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
+    check_canonical(taps, f"{name}: TAPS")
 
 
 def _loaded(name: str) -> tuple[ModuleType, torch.dtype]:

@@ -83,6 +83,8 @@ def unseen_before(tap: str, seen: Collection[str]) -> set[str]:
 
 
 Seen = Mapping[str, "torch.Tensor"]
+Show = Callable[["torch.Tensor"], "torch.Tensor"]
+"""Makes of a tensor one of the same numbers in another layout."""
 Edit = Callable[["torch.Tensor", Seen], "torch.Tensor"]
 """Makes another tensor of a tap's, given also the taps before it."""
 
@@ -131,6 +133,27 @@ def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     run = _run.get()
     return tensor if run is None else run.hand_over(name, tensor)
+
+
+def tap_as(name: str, tensor: torch.Tensor, show: Show, back: Show) -> torch.Tensor:
+    """Taps a tensor that is in another layout, or wider: `show` makes the tap's of it, and `back` is the way back.
+
+    One that is not replaced is returned itself: a compiler sees no difference.
+    """
+    shown = show(tensor)
+    after = tap(name, shown)
+    return tensor if after is shown else back(after)
+
+
+def check_canonical(names: Iterable[str], where: str) -> None:
+    """Whether these are names of taps.
+
+    Raises:
+        StageError: at the first that is not; says where it stands.
+    """
+    for name in names:
+        if name not in SHAPES:
+            raise StageError(f'{where}: "{name}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
 
 
 @contextlib.contextmanager

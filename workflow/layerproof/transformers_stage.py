@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from layerproof.loading import parts_of
 from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of
-from layerproof.taps import OUT, Edit, TapsDone, collecting, dense_weights, tap
+from layerproof.taps import OUT, Edit, TapsDone, collecting, dense_weights, tap, tap_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,17 +172,17 @@ def _module_tap(name: str, shape: torch.Size) -> Callable:
 
 
 def _tap_moved(name: str, tensor: torch.Tensor, first: int, second: int) -> torch.Tensor:
-    """Taps a tensor with two dims exchanged. One that is not replaced is returned itself: a compiler sees no difference."""
-    moved = tensor.transpose(first, second)
-    after = tap(name, moved)
-    return tensor if after is moved else after.transpose(first, second)
+    """Taps a tensor with two dims exchanged."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(first, second)
+
+    return tap_as(name, tensor, moved, moved)
 
 
 def _tap_viewed(name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Taps a tensor as [batch, seq, the rest], where `shape` is [batch, seq]; as `_tap_moved` does."""
-    viewed = tensor.reshape(*shape, -1)
-    after = tap(name, viewed)
-    return tensor if after is viewed else after.reshape(tensor.shape)
+    """Taps a tensor as [batch, seq, the rest], where `shape` is [batch, seq]."""
+    return tap_as(name, tensor, lambda flat: flat.reshape(*shape, -1), lambda shown: shown.reshape(tensor.shape))
 
 
 @contextlib.contextmanager
