@@ -13,7 +13,6 @@ import platform
 import resource
 import shlex
 import signal
-import stat
 import sys
 import time
 import traceback
@@ -192,8 +191,8 @@ def _log_so_far() -> str:
     try:
         with open("/proc/self/fd/2", "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_END))
-            return log.read().decode(errors="replace") if stat.S_ISREG(os.fstat(log.fileno()).st_mode) else ""
-    except OSError:
+            return log.read().decode(errors="replace")
+    except OSError:  # a pipe or a terminal
         return ""
 
 

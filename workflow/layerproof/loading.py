@@ -81,15 +81,13 @@ def meta_stage(
     """
     model = _whole_model(directory, sha256(directory / CONFIG), trust_remote_code, dtype, **implementations)
     layers = cast("torch.nn.ModuleList", model.get_submodule(parts_of(model).layers))
-    empty = {
+    empty: dict[int, Any] = {  # which deepcopy takes for copies of what is in other layers
         id(modules): type(modules)()
         for index, layer in enumerate(layers)
         for modules in (layer._modules, layer._parameters, layer._buffers, layer._non_persistent_buffers_set)
         if index != layer_of(stage)
     }
-    return copy.deepcopy(
-        model, cast("dict[int, Any]", empty)
-    )  # which takes these for copies of what is in other layers
+    return copy.deepcopy(model, empty)
 
 
 @fingerprint.cached

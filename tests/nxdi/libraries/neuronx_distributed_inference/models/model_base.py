@@ -18,12 +18,6 @@ class NeuronBaseModel(nn.Module):
         self.setup_attr_for_model(config)
         self.init_model(config)
 
-    def setup_attr_for_model(self, config):
-        raise NotImplementedError
-
-    def init_model(self, config):
-        raise NotImplementedError
-
     def create_attn_mask(self, attention_mask, is_for_context_encoding, is_for_speculation, position_ids=None):
         """[batch, 1, seq, seq], True where a token is seen. Padding is on the right, so causality is all that it takes."""
         assert is_for_context_encoding and not is_for_speculation
