@@ -22,6 +22,7 @@ configfile: "config.yaml"
 
 include: "workflow/rules/common.smk"
 include: "workflow/rules/settings.smk"
+include: "workflow/rules/resources.smk"
 include: "workflow/rules/prepare.smk"
 include: "workflow/rules/golden.smk"
 include: "workflow/rules/port.smk"

@@ -174,4 +174,9 @@ def preflights():
         "text": "a GPU that torch does not see",
         "remedy": "Install a torch for it.",
     }
-    return [{"schema_version": 1, "side": side, "checks": [found]} for side in ("golden", "port")]
+    host = {"checks": [found], "hardware": {"Processor": "Graviton", "Cores": "64"}}
+    software = {
+        "golden": {"Python": "3.11.2", "transformers": "5.23.0"},
+        "port": {"Python": "3.12.11", "neuronx-cc": "2.24"},
+    }
+    return [{"schema_version": 1, "side": side, "software": software[side], **host} for side in ("golden", "port")]

@@ -52,7 +52,9 @@ def written(request, tmp_path_factory):
     books = reports.audit(comparisons), reports.prediction(comparisons), [], reports.preflights()
     page = directory / "report.html"
     page.write_text(
-        report.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, images, [], *books, reports.CONFIG),
+        report.render(
+            TEMPLATE, verdicts, comparisons, chains, diagnoses, images, [], *books, {"config": reports.CONFIG}
+        ),
         encoding="utf-8",
     )
     headline = report.verdict_sentences(verdicts, comparisons, chains, diagnoses, reports.LIMIT)[0]

@@ -28,7 +28,9 @@ def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings
         *(reports.audit(comparisons, *findings), reports.prediction(comparisons)),
         *([{"files": files} for files in trimmed], reports.preflights()),
     )
-    return report.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, plots or {}, unused, *books, settings)
+    return report.render(
+        TEMPLATE, verdicts, comparisons, chains, diagnoses, plots or {}, unused, *books, {"config": settings}
+    )
 
 
 def words(html):

@@ -298,7 +298,7 @@ def make_prediction(args: argparse.Namespace) -> None:
 
 def make_preflight(args: argparse.Namespace) -> int | None:
     """Checks of a side as a job of the workflow or, without an output, by hand: told on the terminal and kept nowhere."""
-    from layerproof import preflight
+    from layerproof import preflight, surroundings
 
     def look(config: Mapping[str, Any], checkpoint: Path, results: Path) -> list[preflight.Check]:
         prediction = read_json(args.prediction) if args.prediction and args.prediction.exists() else None
@@ -322,7 +322,14 @@ def make_preflight(args: argparse.Namespace) -> int | None:
         failed = [check for check in found if check.status == preflight.FAIL]
         if failed:
             raise UserError(f"the {args.side} cannot run on this host: {' '.join(preflight.lines(failed))}")
-        write_json(output, {"schema_version": 1, "side": args.side, "checks": [asdict(check) for check in found]})
+        content = {
+            "schema_version": 1,
+            "side": args.side,
+            "checks": [asdict(check) for check in found],
+            "software": surroundings.software(args.spec),
+            "hardware": surroundings.hardware(),
+        }
+        write_json(output, content)
 
     jobs.run(_job(args, [args.prediction]), work)
     return None
@@ -421,7 +428,7 @@ def make_report(args: argparse.Namespace) -> None:
             read_json(args.prediction),
             list(map(read_json, args.trimmed)),
             list(map(read_json, args.preflights)),
-            args.spec["config"],
+            args.spec,
         )
         write_text(output, html)
 

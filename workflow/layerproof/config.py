@@ -133,6 +133,7 @@ def _explain(error: jsonschema.ValidationError) -> str:
         "exclusiveMinimum": f"must be above {schema.get('exclusiveMinimum')}",
         "minLength": "must not be empty",
         "uniqueItems": "must not name the same twice",
+        "pattern": "is not of the form that is wanted",
     }.get(str(error.validator), error.message)
     hint = _number_meant(error)
     return f"{key}: {error.instance!r} {wanted}. {hint}{' '.join(str(schema.get('description', '')).split())}"

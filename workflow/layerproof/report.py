@@ -6,8 +6,6 @@ module turns the files of a run into words and numbers; the template lays them o
 
 import base64
 import math
-import os
-import platform
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from layerproof import metrics, report_audit
+from layerproof import metrics, report_audit, surroundings
 from layerproof.fingerprint import REPOSITORY
-from layerproof.jobs import package_versions
 from layerproof.manifest import git_state
 from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of, ranges
 from layerproof.taps import OUT, in_order
@@ -52,14 +49,14 @@ def render(
     prediction: Mapping[str, Any],
     trimmed: Sequence[Mapping[str, Any]],
     preflights: Sequence[Mapping[str, Any]],
-    config: Mapping[str, Any],
+    spec: Mapping[str, Any],
 ) -> str:
     """The report as HTML.
 
     `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of
     results/verdicts.json, results/compare, results/compare/chain and results/diagnosis; `plots` are SVG files by stage,
     `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `audit`, `prediction`, `trimmed` and
-    `preflights` are the contents of the files of that name; `config` is resolved.
+    `preflights` (golden, port) are the contents of the files of that name; `spec` is the job's, with the resolved `config`.
     """
     environment = Environment(
         loader=FileSystemLoader(template.parent),
@@ -69,6 +66,7 @@ def render(
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "brackets": brackets, "share": share}
+    config = spec["config"]
     images = {name: _data_uri(path) for name, path in plots.items()}
     limit = config["compare"]["limit"]
     headline, *details = verdict_sentences(verdicts, comparisons, chains, diagnoses, limit)
@@ -88,8 +86,8 @@ def render(
         limit=limit,
         config=as_yaml(config),
         preflights=preflights,
-        software=_software(),
-        hardware=_hardware(),
+        origin=_origin(),
+        surroundings=_surroundings(preflights, spec),
     )
 
 
@@ -652,14 +650,23 @@ def _chain_command(chain: str, stage: str) -> str:
 # Surroundings
 
 
-def _software() -> dict[str, str]:
+def _origin() -> dict[str, str]:
     git = git_state()
     state = {True: ", with uncommitted changes", False: "", None: ""}[git["dirty"]]
+    return {"Layerproof": _version(), "Commit": f"{git['commit']}{state}"}
+
+
+def _surroundings(preflights: Sequence[Mapping[str, Any]], spec: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """Software and hardware by name, of the golden, the port and this report; empty where one has no such thing."""
+    parts = {"Software": "software", "Hardware": "hardware"}
+    here = {"software": surroundings.software(spec), "hardware": surroundings.hardware()}
+    all_of_them = [*preflights, here]
     return {
-        "Layerproof": _version(),
-        "Commit": f"{git['commit']}{state}",
-        "Python": platform.python_version(),
-        **package_versions(),
+        title: {
+            name: [one[part].get(name, "") for one in all_of_them]
+            for name in dict.fromkeys(name for one in all_of_them for name in one[part])
+        }
+        for title, part in parts.items()
     }
 
 
@@ -668,25 +675,6 @@ def _version() -> str:
         return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     except (OSError, KeyError, tomllib.TOMLDecodeError):
         return "unknown"
-
-
-def _hardware() -> dict[str, str]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "Processor": _processor(),
-        "Cores": str(os.cpu_count()),
-        "Memory": f"{memory / 2**30:.1f} GiB",
-        "Platform": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def _data_uri(svg: Path) -> str:

@@ -17,7 +17,7 @@ rule predict:
     benchmark:
         "results/benchmarks/prediction.tsv"
     container:
-        containers["golden"]
+        CONTAINERS["golden"]
     params:
         spec=predict_spec,
         stamp=lambda wildcards: stamp("predict", "results/prediction.json"),
@@ -46,12 +46,12 @@ for side in ("golden", "port"):
         benchmark:
             f"results/benchmarks/preflight/{side}.tsv"
         container:
-            containers[side]
+            CONTAINERS[side]
         resources:
             **{"golden": {"gpu": 1}, "port": {"neuron": 1}}[side],
         params:
             side=side,
-            spec=preflight_spec(side),
+            spec=lambda wildcards, side=side: preflight_spec(side),
             stamp=lambda wildcards, side=side: stamp(f"preflight_{side}", f"results/preflight/{side}.json"),
         shell:
             "python -m layerproof preflight {output.preflight:q} --side {params.side} --prediction {input.prediction:q}"
@@ -73,7 +73,7 @@ rule audit:
     benchmark:
         "results/benchmarks/audit.tsv"
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     params:
         spec=audit_spec,
         stamp=lambda wildcards: stamp("audit", "results/audit.json"),

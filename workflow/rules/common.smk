@@ -12,7 +12,9 @@ from types import SimpleNamespace
 
 sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
-from layerproof import stages
+from snakemake.settings.types import DeploymentMethod
+
+from layerproof import containers, stages
 from layerproof.config import DEFAULT_CHECKPOINT, check_keys_once, resolve
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
@@ -34,7 +36,28 @@ CHAINS = CONFIG.chains
 GOLDEN = ALL_STAGES[: max(map(ALL_STAGES.index, STAGES)) + 1]
 BISECTED = stages.first_run(STAGES, CONFIG.num_layers)
 PACKAGES = package_versions()
-containers = {side: f"containers/{side}.sif" for side in ("golden", "port", "cpu")}
+CONTAINERS = SETTINGS["containers"]
+IN_CONTAINERS = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method
+
+if IN_CONTAINERS:
+    USED = [
+        workflow.basedir,
+        CHECKPOINT,
+        SETTINGS["inputs"]["prompts"],
+        SETTINGS["inputs"]["token_ids"],
+        SETTINGS["port"]["module"],
+    ]
+    for argument in containers.arguments(
+        [Path(path) for path in [*USED, *os.environ.get("PYTHONPATH", "").split(":")] if path]
+    ):
+        if argument not in workflow.deployment_settings.apptainer_args:  # as it is in jobs that a cluster runs
+            workflow.deployment_settings.apptainer_args += f" {argument}"
+
+
+# Each chain has a rule of its own; a profile speaks of all of them as `chain`.
+for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_settings.overwrite_groups):
+    if "chain" in of_rules:
+        of_rules.update({f"chain_{name}": of_rules["chain"] for name in CHAINS})
 
 
 # Jobs share processes, which end with this one. Not in containers, where they would end with the first job; nor if code comes
@@ -86,8 +109,21 @@ def stamp_file(output, spec):
     return STAMPS.file(job, json.loads(spec)) if workflow.is_main_process else str(STAMPS.files / job)
 
 
-def spec(*packages, **settings):
-    """Canonical JSON of what a job's output depends on besides its files: Snakemake reruns the job when it changes."""
+@functools.cache
+def image_digest(image):
+    try:
+        return containers.digest(image, Path(".layerproof/images"))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def spec(side, /, *packages, **settings):
+    """Canonical JSON of what a job's output depends on besides its files: Snakemake reruns the job when it changes.
+
+    In containers that is the image of the job's side, and the packages in it with it.
+    """
+    if IN_CONTAINERS:
+        return canonical_json({**settings, "container": image_digest(CONTAINERS[side])})
     versions = {name: PACKAGES[name] for name in packages if name in PACKAGES}
     return canonical_json({**settings, "packages": versions})
 

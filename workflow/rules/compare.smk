@@ -18,7 +18,7 @@ rule compare_stage:
     benchmark:
         "results/benchmarks/compare/{stage}.tsv"
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     params:
         spec=compare_stage_spec,
         stamp=lambda wildcards: stamp("compare_stage", f"results/compare/{wildcards.stage}.json"),
@@ -48,7 +48,7 @@ rule compare_chain:
     wildcard_constraints:
         chain="|".join(CHAINS) or "none",
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     params:
         spec=compare_chain_spec,
         stamp=lambda wildcards: stamp("compare_chain", f"results/compare/chain/{wildcards.chain}.json"),

@@ -20,9 +20,11 @@ rule force_stage:
     benchmark:
         "results/benchmarks/forced/{stage}.tsv"
     container:
-        containers["port"]
+        CONTAINERS["port"]
     resources:
         neuron=1,
+        mem_mb=memory_of("port", own_stage),
+        runtime=time_of("port", own_stage, start=10),
     params:
         spec=port_stage_spec,
         stamp=lambda wildcards: stamp("force_stage", f"results/forced/{wildcards.stage}.h5"),
@@ -56,9 +58,11 @@ rule diagnose_stage:
     benchmark:
         "results/benchmarks/diagnosis/{stage}.tsv"
     container:
-        containers["golden"]
+        CONTAINERS["golden"]
     resources:
         gpu=1,
+        mem_mb=memory_of("golden", own_stage),
+        runtime=time_of("golden", own_stage, start=30),
     params:
         spec=diagnose_stage_spec,
         stamp=lambda wildcards: stamp("diagnose_stage", f"results/diagnosis/{wildcards.stage}.json"),
@@ -87,11 +91,13 @@ rule bisect:
     benchmark:
         "results/benchmarks/bisect.tsv"
     container:
-        containers["port"]
+        CONTAINERS["port"]
     resources:
         neuron=1,
+        mem_mb=memory_of("port", lambda wildcards: BISECTED),
+        runtime=time_of("port", lambda wildcards: BISECTED, start=60),
     params:
-        spec=port_spec(stages=BISECTED, left_out=[stage for stage in STAGES if stage not in BISECTED]),
+        spec=lambda wildcards: port_spec(stages=BISECTED, left_out=[stage for stage in STAGES if stage not in BISECTED]),
         stamp=lambda wildcards: stamp("bisect", "results/bisect.json"),
     shell:
         "python -m layerproof bisect {output.bisection:q} --golden {input.golden:q} --noise {input.noise:q}"
@@ -115,7 +121,7 @@ rule verdicts:
     benchmark:
         "results/benchmarks/verdicts.tsv"
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     params:
         spec=verdicts_spec,
         stamp=lambda wildcards: stamp("verdicts", "results/verdicts.json"),

@@ -20,9 +20,11 @@ rule golden_stage:
     benchmark:
         "results/benchmarks/golden/{stage}.tsv"
     container:
-        containers["golden"]
+        CONTAINERS["golden"]
     resources:
         gpu=1,
+        mem_mb=memory_of("golden", own_stage),
+        runtime=time_of("golden", own_stage, start=2),
     params:
         spec=golden_stage_spec,
         stamp=lambda wildcards: stamp("golden_stage", f"results/golden/{wildcards.stage}.h5"),
@@ -54,11 +56,13 @@ if SETTINGS["golden"]["mode"] == "whole":
         benchmark:
             "results/benchmarks/golden/whole.tsv"
         container:
-            containers["golden"]
+            CONTAINERS["golden"]
         resources:
             gpu=1,
+            mem_mb=memory_of("golden", lambda wildcards: GOLDEN, whole=True),
+            runtime=time_of("golden", lambda wildcards: GOLDEN, start=30),
         params:
-            spec=golden_spec(compared=list(filter(has_taps, GOLDEN))),
+            spec=lambda wildcards: golden_spec(compared=list(filter(has_taps, GOLDEN))),
             stamps=golden_stamps,
         shell:
             "python -m layerproof golden {output.tensors:q} {output.noise:q} --weights {input.weights:q}"

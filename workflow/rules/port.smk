@@ -19,9 +19,11 @@ rule port_stage:
     benchmark:
         "results/benchmarks/port/{stage}.tsv"
     container:
-        containers["port"]
+        CONTAINERS["port"]
     resources:
         neuron=1,
+        mem_mb=memory_of("port", own_stage),
+        runtime=time_of("port", own_stage, start=10),
     params:
         spec=port_stage_spec,
         stamp=lambda wildcards: stamp("port_stage", f"results/port/{wildcards.stage}.h5"),
@@ -53,11 +55,13 @@ for chain_name in CHAINS:
         benchmark:
             f"results/benchmarks/chain/{chain_name}.tsv"
         container:
-            containers["port"]
+            CONTAINERS["port"]
         resources:
             neuron=1,
+            mem_mb=memory_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name]),
+            runtime=time_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name], start=30),
         params:
-            spec=port_spec(chain=chain_name),
+            spec=lambda wildcards, chain_name=chain_name: port_spec(chain=chain_name),
             stamps=lambda wildcards, chain_name=chain_name: chain_stamps(chain_name),
         shell:
             "python -m layerproof port {output.tensors:q} --weights {input.weights:q}"

@@ -29,7 +29,7 @@ rule checkpoint:
     benchmark:
         "results/benchmarks/checkpoint.tsv"
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     params:
         spec=checkpoint_spec,
         stamp=lambda wildcards: stamp("checkpoint", "results/checkpoint"),
@@ -52,7 +52,7 @@ rule weights:
     benchmark:
         "results/benchmarks/weights.tsv"
     container:
-        containers["golden"]
+        CONTAINERS["golden"]
     params:
         spec=weights_spec,
         stamp=lambda wildcards: stamp("weights", "results/weights"),
@@ -78,7 +78,7 @@ rule tokens:
     benchmark:
         "results/benchmarks/tokens.tsv"
     container:
-        containers["golden"]
+        CONTAINERS["golden"]
     params:
         spec=tokens_spec,
         stamp=lambda wildcards: stamp("tokens", "results/tokens.json"),

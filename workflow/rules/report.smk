@@ -14,7 +14,7 @@ rule plot_stage:
     benchmark:
         "results/benchmarks/plots/{stage}.tsv"
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     params:
         spec=plot_stage_spec,
         stamp=lambda wildcards: stamp("plot_stage", f"results/plots/{wildcards.stage}.svg"),
@@ -37,7 +37,7 @@ rule plot_model:
     benchmark:
         "results/benchmarks/plots/map.tsv"
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     params:
         spec=plot_model_spec,
         stamp=lambda wildcards: stamp("plot_model", "results/plots/map.svg"),
@@ -71,7 +71,7 @@ rule report:
     benchmark:
         "results/benchmarks/report.tsv"
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     params:
         spec=report_spec,
         stamp=lambda wildcards: stamp("report", "results/report.html"),
@@ -93,9 +93,9 @@ rule manifest:
     log:
         "results/logs/manifest.log",
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     params:
-        spec=spec(config=SETTINGS),
+        spec=lambda wildcards: spec("cpu", config=SETTINGS),
     shell:
         "python -m layerproof manifest {output.manifest:q} --spec {params.spec:q} > {log:q} 2>&1"
 
@@ -109,6 +109,6 @@ rule archive:
     log:
         "results/logs/archive/{run}.log",
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     shell:
         "python -m layerproof archive {output.zip:q} --manifest {input.manifest:q} > {log:q} 2>&1"

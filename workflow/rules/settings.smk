@@ -3,11 +3,14 @@
 
 
 def checkpoint_spec(wildcards):
-    return spec("torch", "transformers", "tokenizers", seed=SETTINGS["model"]["seed"], form=SETTINGS["model"]["form"])
+    return spec(
+        "cpu", "torch", "transformers", "tokenizers", seed=SETTINGS["model"]["seed"], form=SETTINGS["model"]["form"]
+    )
 
 
 def weights_spec(wildcards):
     return spec(
+        "golden",
         "transformers",
         checkpoint_dir=CHECKPOINT,
         trust_remote_code=SETTINGS["model"]["trust_remote_code"],
@@ -16,6 +19,7 @@ def weights_spec(wildcards):
 
 def tokens_spec(wildcards):
     return spec(
+        "golden",
         "transformers",
         "tokenizers",
         checkpoint_dir=CHECKPOINT,
@@ -26,6 +30,7 @@ def tokens_spec(wildcards):
 
 def golden_spec(**settings):
     return spec(
+        "golden",
         "torch",
         "transformers",
         "numba",
@@ -50,6 +55,7 @@ def golden_stage_spec(wildcards):
 
 def port_spec(**settings):
     return spec(
+        "port",
         "torch",
         "torch-xla",
         "torch-neuronx",
@@ -69,11 +75,12 @@ def port_stage_spec(wildcards):
 
 
 def compare_stage_spec(wildcards):
-    return spec("numpy", "numba", "h5py", stage=wildcards.stage, limit=SETTINGS["compare"]["limit"])
+    return spec("cpu", "numpy", "numba", "h5py", stage=wildcards.stage, limit=SETTINGS["compare"]["limit"])
 
 
 def diagnose_stage_spec(wildcards):
     return spec(
+        "golden",
         "torch",
         "transformers",
         "numpy",
@@ -88,6 +95,7 @@ def diagnose_stage_spec(wildcards):
 
 def compare_chain_spec(wildcards):
     return spec(
+        "cpu",
         "numpy",
         "numba",
         "h5py",
@@ -98,6 +106,7 @@ def compare_chain_spec(wildcards):
 
 def predict_spec(wildcards):
     return spec(
+        "golden",
         "torch",
         "transformers",
         checkpoint_dir=CHECKPOINT,
@@ -109,15 +118,15 @@ def predict_spec(wildcards):
 
 def preflight_spec(side):
     asked = {"golden": ("device", "mode"), "port": ("device", "backend")}[side]
-    return spec(checkpoint_dir=CHECKPOINT, **{side: {key: SETTINGS[side][key] for key in asked}})
+    return spec(side, *PACKAGES, checkpoint_dir=CHECKPOINT, **{side: {key: SETTINGS[side][key] for key in asked}})
 
 
 def audit_spec(wildcards):
-    return spec("h5py", port_dtype=SETTINGS["port"]["dtype"])
+    return spec("cpu", "h5py", port_dtype=SETTINGS["port"]["dtype"])
 
 
 def trim_stage_spec(wildcards):
-    return spec("h5py", stage=wildcards.stage)
+    return spec("cpu", "h5py", stage=wildcards.stage)
 
 
 @functools.cache
@@ -143,16 +152,16 @@ def will_run(folder, stage):
 
 
 def verdicts_spec(wildcards):
-    return spec()
+    return spec("cpu")
 
 
 def plot_stage_spec(wildcards):
-    return spec("matplotlib")
+    return spec("cpu", "matplotlib")
 
 
 def plot_model_spec(wildcards):
-    return spec("matplotlib")
+    return spec("cpu", "matplotlib")
 
 
 def report_spec(wildcards):
-    return spec("transformers", "torch", "torch-xla", config=SETTINGS)
+    return spec("cpu", "transformers", "torch", "torch-xla", config=SETTINGS)

@@ -20,7 +20,7 @@ rule trim_stage:
         "results/benchmarks/trimmed/{stage}.tsv"
     priority: 1
     container:
-        containers["cpu"]
+        CONTAINERS["cpu"]
     params:
         spec=trim_stage_spec,
         stamp=lambda wildcards: stamp("trim_stage", f"results/trimmed/{wildcards.stage}.json"),

@@ -1,0 +1,114 @@
+"""The workflow in containers, built by the recipes: golden and port in images of their own."""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from runs import REPOSITORY, Workflow
+
+from layerproof.files import digest_of, sha256
+
+pytestmark = [pytest.mark.apptainer, pytest.mark.workflow]
+
+SCRIPTS = REPOSITORY / "tests/containers"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
+
+
+@pytest.fixture(scope="module")
+def images():
+    """Apptainer on PATH, and images that are built once for these recipes."""
+    recipes = [*SCRIPTS.glob("*.sh"), *REPOSITORY.glob("containers/*.def"), *REPOSITORY.glob("requirements/*.txt")]
+    folder = CACHE / digest_of(sorted(map(sha256, recipes)))[:16]
+    subprocess.run(["bash", SCRIPTS / "install-apptainer.sh", CACHE / "apptainer"], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{CACHE}/apptainer/usr/bin:{os.environ['PATH']}")
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            subprocess.run(["bash", SCRIPTS / "build-images.sh", folder], check=True)
+            (folder / "done").touch()
+        yield folder
+
+
+@pytest.fixture
+def elsewhere():
+    """A folder that a container does not see of itself, as it does /tmp."""
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        yield Path(folder)
+
+
+def containers(images, port="neuron"):
+    layerproof = str(images / "layerproof.sif")
+    return {"golden": layerproof, "port": str(images / f"{port}.sif"), "cpu": layerproof}
+
+
+def record(workflow, name):
+    return json.loads((workflow.results / f"records/{name}.json").read_text())
+
+
+def run(workflow, **options):
+    return workflow.run("--sdm", "apptainer", "--cores", "2", **options)
+
+
+def test_the_default_run(images, tmp_path):
+    workflow = Workflow(tmp_path, containers=containers(images))
+    run(workflow, target="all")
+    verdicts = json.loads((workflow.results / "verdicts.json").read_text())
+    assert verdicts["overall"] == "pass" and len(verdicts["stages"]) == 9
+
+    golden, port = record(workflow, "golden/layer_003"), record(workflow, "port/layer_003")
+    digests = {side: f"sha256:{sha256(images / f'{side}.sif')}" for side in ("layerproof", "neuron")}
+    assert golden["spec"]["container"] == digests["layerproof"]
+    assert port["spec"]["container"] == digests["neuron"]
+    assert "transformers" in golden["run"]["packages"] and "transformers" not in port["run"]["packages"]
+    report = (workflow.results / "report.html").read_text()
+    assert all(digest in report for digest in digests.values())
+    manifest = json.loads((workflow.results / "manifest.json").read_text())
+    assert manifest["jobs"]["port/norm"]["settings"]["container"] == digests["neuron"]
+
+    # Golden, port and Snakemake have a Python of their own, and agree on what code is.
+    assert run(workflow, target="all").started == 0
+    workflow.edit("workflow/ports/minimax_m2.py", ("logits.float().sigmoid()", "logits.float().softmax(-1)"))
+    made = run(workflow, target="results/diagnosis/layer_005.json").made
+    assert json.loads((workflow.results / "diagnosis/layer_005.json").read_text())["culprits"]
+    assert "port/layer_000.h5" in made or "port/layer_005.h5" in made
+    assert "port/norm.h5" not in made and not any(name.startswith("golden/") for name in made)
+
+
+def test_what_the_config_names_is_seen_and_a_rebuilt_image_runs_its_side_again(images, elsewhere):
+    first = Workflow(elsewhere / "first", layers=0, chains=[])
+    first.run(target="results/checkpoint/config.json")
+    checkpoint, port = elsewhere / "models" / "small", elsewhere / "ports" / "my_port.py"
+    checkpoint.mkdir(parents=True)
+    for file in (first.results / "checkpoint").iterdir():
+        (checkpoint / file.name).symlink_to(file)
+    port.parent.mkdir()
+    port.write_text((REPOSITORY / "workflow/ports/minimax_m2.py").read_text())
+
+    workflow = Workflow(
+        elsewhere / "second",
+        layers=0,
+        chains=[],
+        model={"checkpoint": str(checkpoint)},
+        port={"module": str(port)},
+        containers=containers(images),
+    )
+    run(workflow)
+    assert json.loads((workflow.results / "verdicts.json").read_text())["overall"] == "pass"
+
+    workflow.configure(containers=containers(images, port="layerproof"))
+    made = run(workflow).made
+    assert {name for name in made if name.endswith(".h5")} == {"port/embed.h5", "port/layer_000.h5"}
+
+
+def test_an_image_that_is_not_there_is_told(images, tmp_path):
+    workflow = Workflow(tmp_path, containers=containers(images) | {"port": "containers/missing.sif"})
+    failed = workflow.run("--sdm", "apptainer", "-n", check=False)
+    assert failed.returncode != 0 and "Traceback" not in failed.text
+    assert "config.yaml: containers: containers/missing.sif is not there. Build it" in failed.text
+    # Hosts of the other side do not have it.
+    assert workflow.run("--sdm", "apptainer", "-n", target="results/golden/embed.h5").returncode == 0
