@@ -1,5 +1,6 @@
 # make report   sets up and runs the main job, to results/report.html
 # make test     sets up and passes the tests
+# make setup-slurm   sets up for runs on Slurm, too (docs/clusters.md)
 # make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 CORES ?= 1
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test lint bugs bench setup setup-dev
+.PHONY: report test lint bugs bench setup setup-slurm setup-dev
 
 report: setup
 	snakemake --cores $(CORES) results/report.html
@@ -30,6 +31,8 @@ lint: setup-dev
 	snakemake --lint
 
 setup: $(VENV)/run.done
+
+setup-slurm: $(VENV)/slurm.done
 
 setup-dev: $(VENV)/dev.done
 	bash tests/install-chromium.sh

@@ -123,6 +123,15 @@ def test_the_default_checkpoint_may_be_written_in_other_ways():
         assert config.resolve(changed(model__checkpoint=written)).checkpoint == config.DEFAULT_CHECKPOINT
 
 
+def test_an_image_may_be_a_file_or_pulled_by_its_digest():
+    for image in (
+        "/images/port.sif",
+        f"docker://somewhere/neuron@sha256:{'0' * 64}",
+        f"oras://a.b/c:1@sha256:{'f' * 64}",
+    ):
+        assert config.resolve(changed(containers__port=image)).resolved["containers"]["port"] == image
+
+
 def test_one_layer_may_be_written_as_a_number():
     resolved = config.resolve(changed(layers=5, chains=[]))
     assert resolved.stages == ["layer_005", "norm", "lm_head"]
@@ -165,6 +174,11 @@ WRONG = {
         changed(port__options={"list": [{"day": datetime.date(2026, 1, 1)}]}),
         ["port.options.list.0.day: datetime.date(2026, 1, 1) is no value"],
     ),
+    "image by a tag, which may change": (
+        changed(containers__port="docker://somewhere/neuron:2.29"),
+        ["containers.port: 'docker://somewhere/neuron:2.29' is not of the form", "@sha256:DIGEST"],
+    ),
+    "image that is no image": (changed(containers__cpu="containers/layerproof.def"), ["containers.cpu", ".sif file"]),
     "no such checkpoint": (
         changed(model__checkpoint="no/where"),
         ["model.checkpoint: no/where is not there", "Name a"],

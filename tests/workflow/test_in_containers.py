@@ -21,7 +21,11 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerp
 @pytest.fixture(scope="module")
 def images():
     """Apptainer on PATH, and images that are built once for these recipes."""
-    recipes = [*SCRIPTS.glob("*.sh"), *REPOSITORY.glob("containers/*.def"), *REPOSITORY.glob("requirements/*.txt")]
+    recipes = [
+        *SCRIPTS.glob("*.sh"),
+        *REPOSITORY.glob("containers/*.def"),
+        *(REPOSITORY / f"requirements/{name}.txt" for name in ("uv", "run", "port")),
+    ]
     folder = CACHE / digest_of(sorted(map(sha256, recipes)))[:16]
     subprocess.run(["bash", SCRIPTS / "install-apptainer.sh", CACHE / "apptainer"], check=True)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,50 @@
+# results/prediction.json -> the memory and time that a cluster is asked for. A job that was killed for one of them asks for more.
+
+import errno
+import math
+
+from layerproof.files import read_json
+
+IMPORTS = (
+    2_000_000_000  # bytes that a process takes besides what is foretold: its libraries, with room (docs/performance.md)
+)
+ROOM = 1.5  # of what is foretold, which was measured to be between half and 1.15 times what a job takes
+READ, WORK = (
+    100_000_000,
+    10_000_000,
+)  # bytes a second, of weights and of tensors in results/: a tenth of what was measured
+
+
+def foretold(input):
+    """The prediction. Until it is made Snakemake is told that an input is missing, and asks again when the job is due."""
+    prediction = Path("results/prediction.json")
+    if not prediction.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), input[0])
+    return read_json(prediction)
+
+
+def memory_of(side, stages_of, whole=False):
+    """MB for a job that has one of its stages in memory at a time, or the whole model."""
+
+    def mem_mb(wildcards, input, attempt):
+        known = foretold(input)
+        largest = max((known["stages"].get(stage, {side: 0})[side] for stage in stages_of(wildcards)), default=0)
+        return math.ceil(attempt * (IMPORTS + ROOM * (known["whole"] if whole else largest)) / 1e6)
+
+    return mem_mb
+
+
+def time_of(side, stages_of, start):
+    """Minutes for a job that runs these stages; `start` of them for what takes as long whatever the size: starts, compilers."""
+
+    def runtime(wildcards, input, attempt):
+        known = foretold(input)["stages"]
+        parts = [known[stage] for stage in stages_of(wildcards) if stage in known]
+        seconds = sum(part["weights"][side] / READ + part["files"] / WORK for part in parts)
+        return math.ceil(attempt * (start + seconds / 60))
+
+    return runtime
+
+
+def own_stage(wildcards):
+    return [wildcards.stage]
