@@ -117,6 +117,7 @@ def port_settings(path: Path | None, dtype: str = "bfloat16") -> dict[str, Any]:
         "module": str(path),
         "device": "auto",
         "dtype": dtype,
+        "compile": None,
         "options": {},
         "trust_remote_code": False,
     }

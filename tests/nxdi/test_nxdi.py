@@ -64,6 +64,7 @@ class Model:
             "module": f"neuronx_distributed_inference.models.{self.name}.modeling_{self.name}",
             "device": "CPU",
             "dtype": dtype,
+            "compile": None,
             "options": {},
             "nxdi": NXDI | nxdi,
             "trust_remote_code": False,

@@ -42,7 +42,14 @@ def findings(run, directory, *edits, **settings):
 def findings_in(run, directory, source, **settings):
     (directory / "port.py").write_text(source)
     settings = {
-        **{"backend": "xla", "module": str(directory / "port.py"), "device": "CPU", "dtype": "bfloat16", "options": {}},
+        **{
+            "backend": "xla",
+            "module": str(directory / "port.py"),
+            "device": "CPU",
+            "dtype": "bfloat16",
+            "compile": None,
+            "options": {},
+        },
         **{"trust_remote_code": False, **settings},
     }
     descriptions, _ = loading.describe_stages(run / "model", [STAGE], trust_remote_code=False)

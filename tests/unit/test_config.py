@@ -127,7 +127,7 @@ def test_an_image_may_be_a_file_or_pulled_by_its_digest():
     for image in (
         "/images/port.sif",
         f"docker://somewhere/neuron@sha256:{'0' * 64}",
-        f"oras://a.b/c:1@sha256:{'f' * 64}",
+        f"oras://a.b:80/c@sha256:{'f' * 64}",
     ):
         assert config.resolve(changed(containers__port=image)).resolved["containers"]["port"] == image
 
@@ -174,9 +174,17 @@ WRONG = {
         changed(port__options={"list": [{"day": datetime.date(2026, 1, 1)}]}),
         ["port.options.list.0.day: datetime.date(2026, 1, 1) is no value"],
     ),
+    "compiled without a device": (
+        changed(port__backend="nxdi", port__compile="xla", port__nxdi={"cpu_mode": True}),
+        ["port.compile: NxD's CPU mode has no XLA device", "Set it or port.nxdi.cpu_mode off"],
+    ),
     "image by a tag, which may change": (
         changed(containers__port="docker://somewhere/neuron:2.29"),
         ["containers.port: 'docker://somewhere/neuron:2.29' is not of the form", "@sha256:DIGEST"],
+    ),
+    "image by tag and digest, which Apptainer does not take": (
+        changed(containers__port=f"docker://somewhere/neuron:2.29@sha256:{'0' * 64}"),
+        ["containers.port", "is not of the form"],
     ),
     "image that is no image": (changed(containers__cpu="containers/layerproof.def"), ["containers.cpu", ".sif file"]),
     "no such checkpoint": (

@@ -16,6 +16,7 @@ SETTINGS = {
     "module": "workflow/ports/minimax_m2.py",
     "device": "CPU",
     "dtype": "bfloat16",
+    "compile": None,
     "options": {},
     "trust_remote_code": False,
 }

@@ -134,12 +134,12 @@ def test_gpu_memory_is_held_against_what_is_foretold(monkeypatch, tmp_path):
 
 
 def test_libraries():
-    (check,) = preflight.check_libraries("port", "NEURON", {"torch": "2.9.1", "torch-xla": "2.9.0"}.get)
+    (check,) = preflight.check_libraries("port", True, {"torch": "2.9.1", "torch-xla": "2.9.0"}.get)
     assert check.status == "fail"
     assert check.text.startswith(
         "safetensors, h5py, torch-neuronx, libneuronxla, neuronx-cc not installed here; torch 2.9.1"
     )
-    (check,) = preflight.check_libraries("golden", "host", lambda name: "1.0")
+    (check,) = preflight.check_libraries("golden", False, lambda name: "1.0")
     assert check == Check("libraries", "ok", "torch 1.0, transformers 1.0, safetensors 1.0, h5py 1.0")
 
 

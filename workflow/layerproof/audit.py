@@ -14,11 +14,15 @@ from layerproof import tensors
 from layerproof.checkpoint import bytes_on_disk, itemsize, torch_name
 from layerproof.errors import StageError
 from layerproof.files import size
-from layerproof.taps import OUT
+from layerproof.taps import OUT, in_order
 
 SCHEMA_VERSION = 1
 SMALL = 0.01
 """Share of a stage's bytes up to which wider parameters, such as a router's bias, are but noted."""
+LARGEST_CHANGE = 2**-6
+"""Relative L2 from a stage to its compiled graph that is rounding: twice the 8e-3 by which a bf16 layer of real width is off,
+with the experts that are chosen otherwise because of it.
+"""
 SHOWN = 3
 """Tensors that a finding names; of more it says how many."""
 
@@ -78,6 +82,7 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
             wanted = tensors.dtypes(file, "golden")
         with tensors.reading(port_file) as file:
             found = tensors.dtypes(file, "port")
+            tracing = tensors.document(file, tensors.COMPILED) if tensors.COMPILED in file else None
     except StageError:
         return result
     held = {name: one["dtype"] for name, one in golden.items()}
@@ -89,6 +94,8 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
     ]
     books = _Books(description["tensors"], held, port_dtype, conversion["reads"], parameters)
     findings = [*books.dtypes(), *books.use(), *books.layout(), *_activations(found, wanted)]
+    if tracing:
+        findings += _compiled(tracing)
     return result | {
         "port": _by_dtype((parameter.dtype, parameter.bytes) for parameter in parameters),
         "findings": [{"kind": kind, "note": kind in NOTES, "text": text} for kind, text in findings],
@@ -216,6 +223,35 @@ def _activations(found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterato
         names = [name for name, its in wide.items() if its == dtype]
         stage = " The next stage gets it so unless the port narrows it." if OUT in names else ""
         yield "activations", f"{_names(names)}: {dtype}, where the golden has {wanted[names[0]]}.{stage}"
+
+
+def moved_by_compiling(tracing: Mapping[str, Any]) -> list[str]:
+    """Taps that the compiled graph gives otherwise than the stage as it is: of the document of `compiled.describe`."""
+    change = tracing["change"]
+    return [name for name in in_order(change) if change[name] is None or change[name] > LARGEST_CHANGE]
+
+
+def _compiled(tracing: Mapping[str, Any]) -> Iterator[Finding]:
+    """What a stage's compiled graph has otherwise than the stage as it is: the document of `compiled.describe`."""
+    if tracing["depends_on_values"]:
+        yield (
+            "value baked in",
+            "traced on other values it is another graph: forward reads a number from a tensor while it is traced "
+            "(.item(), an if on it), and keeps the one of the values that it was traced on. Compute it with tensors.",
+        )
+    for constant in tracing["constants"]:
+        yield (
+            "constant baked in",
+            f"{constant['name'] or 'a tensor'} ({constant['dtype']}, {constant['shape']}): a constant of the compiled "
+            "graph, being no parameter and no buffer. Register it, or each layer and rank needs a graph of its own.",
+        )
+    for name, (eager, compiled) in tracing["dtypes"].items():
+        yield "compiled dtype", f"{name}: {compiled} when it is compiled, {eager} when it is not."
+    moved = moved_by_compiling(tracing)
+    if moved:
+        largest = tracing["change"][moved[0]]
+        by = "one of the two is not finite" if largest is None else f"by a relative L2 of {largest:.2g}"
+        yield "compiled", f"compiled it gives another result than as it is, first at {moved[0]} ({by})."
 
 
 def _grouped(

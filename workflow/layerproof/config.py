@@ -179,6 +179,10 @@ def _check_files(values: Mapping[str, Any]) -> None:
             f"config.yaml: model.checkpoint: {model['checkpoint']} is not there. Name a directory with a checkpoint, "
             f"or {DEFAULT_CHECKPOINT} for the one that the workflow makes."
         )
+    if port["compile"] and port["backend"] == "nxdi" and port["nxdi"]["cpu_mode"]:
+        raise UserError(
+            "config.yaml: port.compile: NxD's CPU mode has no XLA device to compile for. Set it or port.nxdi.cpu_mode off."
+        )
     is_file = port["module"].endswith(".py") or "/" in port["module"]
     if port["backend"] != "transformers" and is_file and not Path(port["module"]).is_file():
         raise UserError(

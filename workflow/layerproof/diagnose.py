@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from layerproof import golden, loading, tensors
+from layerproof.audit import moved_by_compiling
 from layerproof.compare import compare_taps
 from layerproof.experts import EXPERT_BY_EXPERT, register
 from layerproof.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
@@ -33,6 +34,10 @@ from layerproof.verdicts import undiagnosed
 PAIRED = 6
 """Of how many of the best single faults pairs with all others are tried."""
 
+ONLY_COMPILED = (
+    "The stage as it is, not compiled, gives another tensor here, and forced it is right everywhere: look at what tracing "
+    "and the compiler make of it, not at its mathematics."
+)
 NEAR = 2.0
 """A fault that does not explain a tap is told of if it leaves less than this part of the port's own R."""
 
@@ -147,11 +152,18 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
         truth = _arrays(exact.run({}))
         noise = _without_flips(alone.noise, isolated.get(CHOICE), truth.get(CHOICE))
         culprits = [_explain(replace(alone, truth=truth, noise=noise), first, comparison["taps"][first], False)]
+        if first in _moved_by_compiling(files.port):
+            culprits[0][0]["findings"].insert(0, ONLY_COMPILED)
     causes = tuple(dict.fromkeys(fault for _, faults in culprits for fault in faults))
     return undiagnosed(stage.name) | {
         "culprits": [culprit for culprit, _ in culprits],
         "together": _together(alone, causes),
     }
+
+
+def _moved_by_compiling(port: Path) -> list[str]:
+    with tensors.reading(port) as file:
+        return moved_by_compiling(tensors.document(file, tensors.COMPILED)) if tensors.COMPILED in file else []
 
 
 def load(stage: Stage, device: torch.device) -> tuple[GoldenStage, GoldenStage]:

@@ -33,7 +33,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from layerproof import checkpoint, distributed, provenance, tensors
+from layerproof import checkpoint, compiled, distributed, provenance, tensors
 from layerproof.errors import StageError
 from layerproof.files import digest_of
 from layerproof.fingerprint import unrecorded
@@ -44,11 +44,16 @@ from layerproof.tokens import Tokens
 
 Taps = dict[str, torch.Tensor]
 
+COMPILER_FILES = Path(".layerproof/neuron").absolute()  # before a port changes the directory
+"""Where what Neuron's compiler writes of each stage is kept: its log, and the graph that it was given."""
 
-class Forward(Protocol):
+
+class Call(Protocol):
     """Runs a prepared stage: without taps, with them, or with them and `forced` ones going on in their place."""
 
-    def __call__(self, with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps: ...
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None
+    ) -> Taps: ...
 
 
 @dataclass(frozen=True)
@@ -188,32 +193,55 @@ def make_stage(
     They are two graphs, the first just as it is shipped. As one, compiled once, XLA's CPU compiler shares what both make of
     the weights alone, such as fp32 copies of all experts, and keeps it: a layer at full size takes twice its memory.
 
+    With `port.compile` what is written is what the stage gives as a compiled graph, and how that differs from the stage run
+    as it is.
+
     Returns facts for the record: the device, the kind of stage, how many graphs were compiled.
 
     Raises:
         StageError: if the port fails on this stage, or taps change its output.
     """
-    compiled = _compilations()
-    job = _Job.on_device(runner, stage, description, stage_input)
-    ready = _prepare(job)
-    forward = ready.forward
-    with torch.no_grad():
-        plain = _on_host(forward(with_taps=False))
-        tapped = _on_host(forward(with_taps=True))
-    change = _relative_change(plain[OUT], tapped[OUT])
-    if change > 2**-8:
-        with torch.no_grad():
-            again = _relative_change(plain[OUT], _on_host(forward(with_taps=False))[OUT])
-        if again:
-            raise StageError(
-                f"{stage}: two runs on the same input differ (relative L2 {again:.2g}); the port is not deterministic. "
-                "Take out what is random, such as dropout, or give it a seed in forward."
-            )
-        raise StageError(f"{stage}: taps change the stage's output (relative L2 {change:.2g}); they cannot be trusted.")
-    facts = {"device": runner.environment.hardware, "kind": ready.kind, "taps_change_output": change}
+    compilations = _compilations()
+    ready = _prepare(_Job.on_device(runner, stage, description, stage_input))
     documents = {tensors.CONVERSION: ready.conversion}
+    with torch.no_grad():
+        plain, tapped = (_on_host(ready.forward(with_taps)) for with_taps in (False, True))
+        change = _check_taps(stage, plain, tapped, lambda: _on_host(ready.forward(with_taps=False)))
+        if trace := _trace(runner, output):
+            shipped = compiled.Stage(ready.module, ready.inputs, ready.others(), ready.call)
+            eager = tapped | plain
+            plain, tapped = (_on_host(shipped.compiled(trace, with_taps)) for with_taps in (False, True))
+            change = _check_taps(stage, plain, tapped, lambda: _on_host(shipped.compiled(trace, with_taps=False)))
+            documents[tensors.COMPILED] = compiled.describe(shipped, tapped | plain, eager)
+    facts = {"device": runner.environment.hardware, "kind": ready.kind, "taps_change_output": change}
     _write(runner, output, tapped | plain, {"stage": stage, **facts}, documents)
-    return {**facts, "compilations": _compilations() - compiled}
+    return {**facts, "compilations": _compilations() - compilations}
+
+
+def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], Taps]) -> float:
+    """The relative L2 by which taps change the output.
+
+    Raises:
+        StageError: if that is more than bf16 can tell.
+    """
+    change = _relative_change(plain[OUT], tapped[OUT])
+    if change <= 2**-8:
+        return change
+    again = _relative_change(plain[OUT], run_again()[OUT])
+    if again:
+        raise StageError(
+            f"{stage}: two runs on the same input differ (relative L2 {again:.2g}); the port is not deterministic. "
+            "Take out what is random, such as dropout, or give it a seed in forward."
+        )
+    raise StageError(f"{stage}: taps change the stage's output (relative L2 {change:.2g}); they cannot be trusted.")
+
+
+def _trace(runner: Runner, output: Path) -> compiled.Trace | None:
+    """How the port's stages are compiled, if they are. What Neuron's compiler writes is kept apart for each output."""
+    if runner.settings["compile"] == compiled.NEURON:
+        folder = COMPILER_FILES / output.parent.name / output.stem
+        return compiled.trace_neuron(runner.settings["compiler_flags"], folder)
+    return compiled.trace_xla if runner.settings["compile"] == compiled.XLA else None
 
 
 def chain_stage(
@@ -226,13 +254,17 @@ def chain_stage(
     Raises:
         StageError: if the port fails on this stage.
     """
-    compiled = _compilations()
+    compilations = _compilations()
     ready = _prepare(_Job.on_device(runner, stage, description, stage_input))
     with torch.no_grad():
-        plain = _on_host(ready.forward(with_taps=False))
+        if trace := _trace(runner, output):
+            shipped = compiled.Stage(ready.module, ready.inputs, ready.others(), ready.call)
+            plain = _on_host(shipped.compiled(trace, with_taps=False))
+        else:
+            plain = _on_host(ready.forward(with_taps=False))
     facts = {"device": runner.environment.hardware, "kind": ready.kind}
     _write(runner, output, plain, {"stage": stage, **facts})
-    return {**facts, "compilations": _compilations() - compiled}
+    return {**facts, "compilations": _compilations() - compilations}
 
 
 def force_stage(
@@ -251,10 +283,10 @@ def force_stage(
         StageError: if the port fails on this stage.
     """
     job = _Job.on_device(runner, stage, description, stage_input)
-    forward = _prepare(job).forward
+    ready = _prepare(job)
     forced = {name: tensors.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
     with torch.no_grad():
-        found = _on_host(forward(with_taps=True, forced=forced))
+        found = _on_host(ready.forward(with_taps=True, forced=forced))
     _write(runner, output, found, {"stage": stage})
 
 
@@ -317,16 +349,23 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A stage that is ready to run, its kind, and how its weights were converted.
+    """A stage that is ready to run: `call` runs it on inputs of its own, with or without taps, with the tensors of `module`.
+    `others` makes inputs of the same shapes, to trace it on. Its kind, and how its weights were converted.
 
     `conversion` is JSON: `reads`, how often each tensor on disk was read; and by parameter of the stage its `dtype`,
     `shape`, the names on disk that it is made `of`, whether it is `transposed`, and whether it is `initial`, as `build`
     left it.
     """
 
-    forward: Forward
+    module: nn.Module
+    inputs: Sequence[torch.Tensor]
+    others: Callable[[], Sequence[torch.Tensor]]
+    call: Call
     kind: str
     conversion: Mapping[str, Any]
+
+    def forward(self, with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
+        return self.call(self.inputs, with_taps, forced)
 
 
 def _prepare(job: _Job) -> _Ready:
@@ -363,14 +402,19 @@ def _prepare_port(job: _Job) -> _Ready:
     module.to(job.x.device)  # what is not in its state dict
     positions = torch.arange(job.ids.shape[1]).to(job.ids.device)
 
-    def forward(with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
+    def call(inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
         with collecting(forced) as taps, _module_taps(module, getattr(port, "TAPS", {}) if with_taps else {}):
-            output = module(job.x, positions, job.valid)
+            output = module(*inputs)
         if not isinstance(output, torch.Tensor):
             raise StageError(f"{job.stage}: the port returns {type(output).__name__}, not one tensor.")
         return (taps if with_taps else {}) | {OUT: output}
 
-    return _Ready(forward, _kind(module, job.x), {"reads": weights.reads, "parameters": parameters})
+    conversion = {"reads": weights.reads, "parameters": parameters}
+
+    def others() -> Sequence[torch.Tensor]:
+        return job.x.flip(1), positions, torch.ones_like(job.valid)
+
+    return _Ready(module, (job.x, positions, job.valid), others, call, _kind(module, job.x), conversion)
 
 
 def _described(tensor: torch.Tensor, tracing: provenance.Tracing, built: torch.Tensor | None) -> dict[str, Any]:
@@ -397,17 +441,23 @@ def _prepare_transformers(job: _Job) -> _Ready:
     model = loading.meta_stage(directory, job.stage, trust, job.dtype, experts_implementation=STATIC_EXPERTS)
     loading.load_stage(model, job.stage, directory, job.description, torch.device("cpu"))
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(job.ids.device))
-    stage_input = None if job.stage == EMBED else job.x
 
-    def forward(with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
-        return run_stage(model, job.stage, stage_input, job.ids, job.valid, with_taps, forced)
+    def call(inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
+        x, ids, valid = inputs
+        return run_stage(model, job.stage, None if job.stage == EMBED else x, ids, valid, with_taps, forced)
 
     of: dict[str, list[str]] = {}
     for name, entry in job.description["tensors"].items():
         of.setdefault(entry["parameter"], []).append(name)
     parameters = {name: _entry(model.get_parameter_or_buffer(name), sources) for name, sources in of.items()}
     reads = dict.fromkeys(job.description["tensors"], 1)
-    return _Ready(forward, _kind(stage_module(model, job.stage), job.x), {"reads": reads, "parameters": parameters})
+    kind = _kind(stage_module(model, job.stage), job.x)
+
+    def others() -> Sequence[torch.Tensor]:
+        return job.x.flip(1), job.ids.flip(1), job.valid  # transformers leaves out the mask where there is no padding
+
+    inputs = job.x, job.ids, job.valid
+    return _Ready(model, inputs, others, call, kind, {"reads": reads, "parameters": parameters})
 
 
 def _items(stage: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -77,12 +77,12 @@ def check_side(
     `config` is resolved, `directory` the checkpoint; without the content of results/prediction.json nothing is said of
     whether memory and disk suffice.
     """
-    hardware = _hardware(side, config)
+    on_neuron = _hardware(side, config) == "NEURON" or (side == "port" and config["port"]["compile"] == "neuron")
     return [
-        *check_libraries(side, hardware, _installed),
+        *check_libraries(side, on_neuron, _installed),
         *(check_nxdi(find_spec) if side == "port" and config["port"]["backend"] == "nxdi" else []),
         *(check_golden_device(config["golden"], prediction) if side == "golden" else []),
-        *(check_neuron(prediction, os.environ) if hardware == "NEURON" else []),
+        *(check_neuron(prediction, os.environ) if on_neuron else []),
         check_memory(side, prediction, _available_memory()),
         check_disk(results, prediction, shutil.disk_usage(_existing(results)).free),
         check_checkpoint(directory),
@@ -96,9 +96,9 @@ def _hardware(side: str, config: Mapping[str, Any]) -> str:
     return os.environ.get("PJRT_DEVICE", "CPU") if asked == "auto" else asked
 
 
-def check_libraries(side: str, hardware: str, installed: Any) -> Iterator[Check]:
+def check_libraries(side: str, on_neuron: bool, installed: Any) -> Iterator[Check]:
     """Versions of what the side imports; `installed` gives a package's version or None."""
-    names = [*LIBRARIES[side], *(LIBRARIES["neuron"] if hardware == "NEURON" else ())]
+    names = [*LIBRARIES[side], *(LIBRARIES["neuron"] if on_neuron else ())]
     versions = {name: installed(name) for name in names}
     missing = [name for name, version in versions.items() if version is None]
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)

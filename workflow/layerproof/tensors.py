@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 1 << 20
-HELD, CONVERSION = "held", "conversion"
+HELD, CONVERSION, COMPILED = "held", "conversion", "compiled"
 """Documents: of a golden's file the weights as they were held, of a port's how its weights were converted."""
 NOISE_ARRAYS = ("compared", "token", "channel")
 
@@ -335,7 +335,12 @@ def read_document(path: Path, name: str) -> Any:
         StageError: as `reading` does.
     """
     with reading(path) as file:
-        return json.loads(cast("h5py.Dataset", file[name])[...].tobytes())
+        return document(file, name)
+
+
+def document(file: h5py.File, name: str) -> Any:
+    """A JSON value of an open file."""
+    return json.loads(cast("h5py.Dataset", file[name])[...].tobytes())
 
 
 def check(path: Path) -> None:

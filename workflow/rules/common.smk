@@ -50,14 +50,14 @@ if IN_CONTAINERS:
     for argument in containers.arguments(
         [Path(path) for path in [*USED, *os.environ.get("PYTHONPATH", "").split(":")] if path]
     ):
-        if argument not in workflow.deployment_settings.apptainer_args:  # as it is in jobs that a cluster runs
+        if f" {argument} " not in f" {workflow.deployment_settings.apptainer_args} ":  # as it is in jobs that a cluster runs
             workflow.deployment_settings.apptainer_args += f" {argument}"
 
 
 # Each chain has a rule of its own; a profile speaks of all of them as `chain`.
 for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_settings.overwrite_groups):
     if "chain" in of_rules:
-        of_rules.update({f"chain_{name}": of_rules["chain"] for name in CHAINS})
+        of_rules.update({f"chain_{name}": of_rules.get(f"chain_{name}", of_rules["chain"]) for name in CHAINS})
 
 
 # Jobs share processes, which end with this one. Not in containers, where they would end with the first job; nor if code comes
@@ -140,7 +140,7 @@ def chain_files(pattern, chain):
 
 def chain_stamp_files(chain):
     outputs = chain_files("results/chain/{chain}/{stage}.h5", chain)
-    return [stamp_file(output, port_spec(chain=chain)) for output in outputs]
+    return [stamp_file(output, shipped_spec(chain=chain)) for output in outputs]
 
 
 def chain_stamps(chain):

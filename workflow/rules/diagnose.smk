@@ -11,7 +11,7 @@ rule force_stage:
         tokens=rules.tokens.output.tokens,
         config=CONFIG_JSON,
         previous=lambda wildcards: previous_golden(wildcards.stage),
-        stamp=lambda wildcards: stamp_file(f"results/forced/{wildcards.stage}.h5", port_stage_spec(wildcards)),
+        stamp=lambda wildcards: stamp_file(f"results/forced/{wildcards.stage}.h5", force_stage_spec(wildcards)),
     output:
         tensors=update("results/forced/{stage}.h5"),
         record=update("results/records/forced/{stage}.json"),
@@ -26,7 +26,7 @@ rule force_stage:
         mem_mb=memory_of("port", own_stage),
         runtime=time_of("port", own_stage, start=10),
     params:
-        spec=port_stage_spec,
+        spec=force_stage_spec,
         stamp=lambda wildcards: stamp("force_stage", f"results/forced/{wildcards.stage}.h5"),
     shell:
         "python -m layerproof force {output.tensors:q} --comparison {input.comparison:q} --golden {input.golden:q}"
@@ -94,8 +94,8 @@ rule bisect:
         CONTAINERS["port"]
     resources:
         neuron=1,
-        mem_mb=memory_of("port", lambda wildcards: BISECTED),
-        runtime=time_of("port", lambda wildcards: BISECTED, start=60),
+        mem_mb=memory_of("port", lambda wildcards: BISECTED, at_once=True),
+        runtime=time_of("port", lambda wildcards: BISECTED * (1 + len(BISECTED).bit_length()), start=60),
     params:
         spec=lambda wildcards: port_spec(stages=BISECTED, left_out=[stage for stage in STAGES if stage not in BISECTED]),
         stamp=lambda wildcards: stamp("bisect", "results/bisect.json"),

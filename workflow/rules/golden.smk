@@ -59,7 +59,7 @@ if SETTINGS["golden"]["mode"] == "whole":
             CONTAINERS["golden"]
         resources:
             gpu=1,
-            mem_mb=memory_of("golden", lambda wildcards: GOLDEN, whole=True),
+            mem_mb=memory_of("golden", lambda wildcards: ALL_STAGES, at_once=True),
             runtime=time_of("golden", lambda wildcards: GOLDEN, start=30),
         params:
             spec=lambda wildcards: golden_spec(compared=list(filter(has_taps, GOLDEN))),

@@ -61,7 +61,7 @@ for chain_name in CHAINS:
             mem_mb=memory_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name]),
             runtime=time_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name], start=30),
         params:
-            spec=lambda wildcards, chain_name=chain_name: port_spec(chain=chain_name),
+            spec=lambda wildcards, chain_name=chain_name: shipped_spec(chain=chain_name),
             stamps=lambda wildcards, chain_name=chain_name: chain_stamps(chain_name),
         shell:
             "python -m layerproof port {output.tensors:q} --weights {input.weights:q}"

@@ -23,13 +23,18 @@ def foretold(input):
     return read_json(prediction)
 
 
-def memory_of(side, stages_of, whole=False):
-    """MB for a job that has one of its stages in memory at a time, or the whole model."""
+def memory_of(side, stages_of, at_once=False):
+    """MB for a job that has these stages in memory, one at a time or all at once."""
 
     def mem_mb(wildcards, input, attempt):
-        known = foretold(input)
-        largest = max((known["stages"].get(stage, {side: 0})[side] for stage in stages_of(wildcards)), default=0)
-        return math.ceil(attempt * (IMPORTS + ROOM * (known["whole"] if whole else largest)) / 1e6)
+        known = foretold(input)["stages"]
+        parts = [known[stage] for stage in stages_of(wildcards) if stage in known]
+        needed = max((part[side] for part in parts), default=0)
+        if at_once:
+            needed = sum(part["weights"][side] for part in parts) + max(
+                (part[side] - part["weights"][side] for part in parts), default=0
+            )
+        return math.ceil(attempt * (IMPORTS + ROOM * needed) / 1e6)
 
     return mem_mb
 

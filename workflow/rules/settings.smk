@@ -54,6 +54,7 @@ def golden_stage_spec(wildcards):
 
 
 def port_spec(**settings):
+    """Of a job that runs the port as it is."""
     return spec(
         "port",
         "torch",
@@ -65,12 +66,23 @@ def port_spec(**settings):
         *(["neuronx-distributed", "neuronx-distributed-inference"] if SETTINGS["port"]["backend"] == "nxdi" else []),
         checkpoint_dir=CHECKPOINT,
         trust_remote_code=SETTINGS["model"]["trust_remote_code"],
-        **SETTINGS["port"],
+        **{key: value for key, value in SETTINGS["port"].items() if key not in ("compile", "compiler_flags")},
         **settings,
     )
 
 
+def shipped_spec(**settings):
+    """Of a job that runs the port as it is shipped: compiled, if that is asked for."""
+    how = SETTINGS["port"]["compile"]
+    flags = {"compiler_flags": SETTINGS["port"]["compiler_flags"]} if how == "neuron" else {}
+    return port_spec(compile=how, **flags, **settings)
+
+
 def port_stage_spec(wildcards):
+    return shipped_spec()
+
+
+def force_stage_spec(wildcards):
     return port_spec()
 
 
@@ -117,7 +129,7 @@ def predict_spec(wildcards):
 
 
 def preflight_spec(side):
-    asked = {"golden": ("device", "mode"), "port": ("device", "backend")}[side]
+    asked = {"golden": ("device", "mode"), "port": ("device", "backend", "compile")}[side]
     return spec(side, *PACKAGES, checkpoint_dir=CHECKPOINT, **{side: {key: SETTINGS[side][key] for key in asked}})
 
 
