@@ -20,8 +20,8 @@ SCHEMA_VERSION = 1
 SMALL = 0.01
 """Share of a stage's bytes up to which wider parameters, such as a router's bias, are but noted."""
 LARGEST_CHANGE = 2**-6
-"""Relative L2 from a stage to its compiled graph that is rounding: twice the 8e-3 by which a bf16 layer of real width is off,
-with the experts that are chosen otherwise because of it.
+"""Relative L2 from a stage to its compiled graph that is rounding: twice the 8e-3 by which a bf16 layer of real width was
+measured to be off, with the experts that are chosen otherwise because of it.
 """
 SHOWN = 3
 """Tensors that a finding names; of more it says how many."""
