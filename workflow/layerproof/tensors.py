@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 20
 HELD, CONVERSION, COMPILED = "held", "conversion", "compiled"
-"""Documents: of a golden's file the weights as they were held, of a port's how its weights were converted."""
+"""Documents: of a golden's file the weights as they were held, of a port's how its weights were converted,
+and what compiling it changed.
+"""
 NOISE_ARRAYS = ("compared", "token", "channel")
 
 
