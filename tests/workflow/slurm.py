@@ -49,7 +49,7 @@ GRES = """
 Name=gpu File=/dev/null
 Name=neuron Count=1
 """
-PATIENCE = 300
+PATIENCE = 900
 """Seconds."""
 
 T = TypeVar("T")
