@@ -250,7 +250,7 @@ def _compiled(tracing: Mapping[str, Any]) -> Iterator[Finding]:
     moved = moved_by_compiling(tracing)
     if moved:
         largest = tracing["change"][moved[0]]
-        by = "one of the two is not finite" if largest is None else f"by a relative L2 of {largest:.2g}"
+        by = "in shape or in what is not finite" if largest is None else f"by a relative L2 of {largest:.2g}"
         yield "compiled", f"compiled it gives another result than as it is, first at {moved[0]} ({by})."
 
 

@@ -208,7 +208,7 @@ def make_stage(
         plain, tapped = (_on_host(ready.forward(with_taps)) for with_taps in (False, True))
         change = _check_taps(stage, plain, tapped, lambda: _on_host(ready.forward(with_taps=False)))
         if trace := _trace(runner, output):
-            shipped = compiled.Stage(ready.module, ready.inputs, ready.others(), ready.call)
+            shipped = ready.to_compile()
             eager = tapped | plain
             plain, tapped = (_on_host(shipped.compiled(trace, with_taps)) for with_taps in (False, True))
             change = _check_taps(stage, plain, tapped, lambda: _on_host(shipped.compiled(trace, with_taps=False)))
@@ -258,8 +258,7 @@ def chain_stage(
     ready = _prepare(_Job.on_device(runner, stage, description, stage_input))
     with torch.no_grad():
         if trace := _trace(runner, output):
-            shipped = compiled.Stage(ready.module, ready.inputs, ready.others(), ready.call)
-            plain = _on_host(shipped.compiled(trace, with_taps=False))
+            plain = _on_host(ready.to_compile().compiled(trace, with_taps=False))
         else:
             plain = _on_host(ready.forward(with_taps=False))
     facts = {"device": runner.environment.hardware, "kind": ready.kind}
@@ -366,6 +365,9 @@ class _Ready:
 
     def forward(self, with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
         return self.call(self.inputs, with_taps, forced)
+
+    def to_compile(self) -> compiled.Stage:
+        return compiled.Stage(self.module, self.inputs, self.others(), self.call)
 
 
 def _prepare(job: _Job) -> _Ready:
