@@ -50,7 +50,8 @@ if IN_CONTAINERS:
     for argument in containers.arguments(
         [Path(path) for path in [*USED, *os.environ.get("PYTHONPATH", "").split(":")] if path]
     ):
-        if f" {argument} " not in f" {workflow.deployment_settings.apptainer_args} ":  # as it is in jobs that a cluster runs
+        # It is there already in jobs that a cluster runs.
+        if f" {argument} " not in f" {workflow.deployment_settings.apptainer_args} ":
             workflow.deployment_settings.apptainer_args += f" {argument}"
 
 
