@@ -49,7 +49,13 @@ def test_weights_and_files_are_exact(model_type, tmp_path):
     assert foretold["stages"][stage]["weights"]["golden"] == held
 
     stream(tmp_path / "model", tmp_path, tokens=LONG)
-    settings = {"backend": "transformers", "device": "CPU", "dtype": "bfloat16", "trust_remote_code": False}
+    settings = {
+        "backend": "transformers",
+        "device": "CPU",
+        "dtype": "bfloat16",
+        "trust_remote_code": False,
+        "compile": None,
+    }
     runner = port.Runner.start(tmp_path / "model", LONG, settings)
     fed = tensors.read(tmp_path / "layer_000.h5", "golden/out")
     port.make_stage(runner, stage, descriptions[stage], fed, tmp_path / "port.h5")
