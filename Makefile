@@ -1,6 +1,7 @@
 # make report   sets up and runs the main job, to results/report.html
 # make test     sets up and passes the tests
 # make setup-slurm   sets up for runs on Slurm, too (docs/clusters.md)
+# make setup-s3      sets up for a golden that is kept on S3, too (docs/clusters.md)
 # make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
 
@@ -9,13 +10,13 @@ PYTHON ?= python3
 CORES ?= 1
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test lint bugs bench setup setup-slurm setup-dev
+.PHONY: report test lint bugs bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	snakemake --cores $(CORES) results/report.html
 
 test: setup-dev lint
-	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bugs: setup-dev
 	python tests/bugs/run.py
@@ -33,6 +34,8 @@ lint: setup-dev
 setup: $(VENV)/run.done
 
 setup-slurm: $(VENV)/slurm.done
+
+setup-s3: $(VENV)/s3.done
 
 setup-dev: $(VENV)/dev.done
 	bash tests/install-chromium.sh

@@ -178,6 +178,18 @@ WRONG = {
         changed(port__backend="nxdi", port__compile="xla", port__nxdi={"cpu_mode": True}),
         ["port.compile: NxD's CPU mode has no XLA device", "Set it or port.nxdi.cpu_mode off"],
     ),
+    "a stored golden and no place for it": (
+        changed(golden__mode="stored"),
+        ["golden.storage: golden.mode stored takes the golden from there", "Name s3://BUCKET/FOLDER"],
+    ),
+    "a place for the golden that every host has its own of": (
+        changed(golden__storage="/data/golden"),
+        ["golden.storage: '/data/golden' is not of the form", "s3://BUCKET/FOLDER"],
+    ),
+    "a place for the golden with nothing behind its last slash": (
+        changed(golden__storage="s3://bucket/"),
+        ["golden.storage: 's3://bucket/' is not of the form"],
+    ),
     "image by a tag, which may change": (
         changed(containers__port="docker://somewhere/neuron:2.29"),
         ["containers.port: 'docker://somewhere/neuron:2.29' is not of the form", "@sha256:DIGEST"],
@@ -283,3 +295,10 @@ def test_snakemake_prints_the_line_and_runs_nothing(tmp_path, raw, line):
     assert line in process.stdout.splitlines()
     assert "Traceback" not in process.stdout
     assert "rule " not in process.stdout and not (tmp_path / "results").exists()
+
+
+def test_s3_without_its_plugin_is_told(monkeypatch):
+    monkeypatch.setattr("layerproof.config.find_spec", lambda name: None)
+    assert "golden.storage: S3 needs a plugin of Snakemake. Run make setup-s3." in message_of(
+        changed(golden__storage="s3://bucket/folder")
+    )

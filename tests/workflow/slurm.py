@@ -1,4 +1,4 @@
-"""A Slurm of this machine alone, with the partitions gpu, trn and cpu; its devices are fake."""
+"""A Slurm of this machine alone, with the partitions gpu, trn and cpu; its GPU is fake."""
 
 import contextlib
 import re
@@ -39,15 +39,14 @@ SlurmctldTimeout=10
 KillWait=2
 MinJobAge=3600
 InactiveLimit=0
-GresTypes=gpu,neuron
-NodeName=localhost CPUs=64 RealMemory=500000 Gres=gpu:1,neuron:1 State=UNKNOWN
+GresTypes=gpu
+NodeName=localhost CPUs=64 RealMemory=500000 Gres=gpu:1 State=UNKNOWN
 PartitionName=gpu Nodes=localhost
 PartitionName=trn Nodes=localhost
 PartitionName=cpu Nodes=localhost Default=YES
 """
 GRES = """
 Name=gpu File=/dev/null
-Name=neuron Count=1
 """
 PATIENCE = 900
 """Seconds."""

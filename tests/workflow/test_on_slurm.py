@@ -45,12 +45,12 @@ def test_the_default_run_survives_a_cancelled_job_and_a_lost_node(slurm, tmp_pat
     assert port[0]["JobId"] == lost and port[-1]["JobState"] == "COMPLETED"
     assert len(port) == 2 or port[0]["Restarts"] == "1"
 
-    # All stages of a kind in one submission, on the partition of their side, with its device for one of them at a time.
+    # All stages of a kind in one submission, on the partition of their side: with one GPU, or the whole node.
     assert {job["Partition"] for name in ("golden", "diagnose") for job in by_rules[name]} == {"gpu"}
     assert {job["Partition"] for name in ("port", "force", "chain") for job in by_rules[name]} == {"trn"}
     assert {job["Partition"] for name in ("prepare", "compare", "report") for job in by_rules[name]} == {"cpu"}
     assert {job["TresPerJob"] for job in golden} == {"gres:gpu:1"} and {job["NumCPUs"] for job in golden} == {"1"}
-    assert {job["TresPerNode"] for job in port} == {"gres:neuron:1"} and {job["NumCPUs"] for job in port} == {"1"}
+    assert {job["OverSubscribe"] for job in port} == {"NO"} and {job["NumCPUs"] for job in port} == {"64"}
 
     # What is asked for is what was foretold, and more of it the second time.
     foretold = json.loads((workflow.results / "prediction.json").read_text())

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerproof import fingerprint, jobs, manifest, trimming, verdicts
+from layerproof import fingerprint, jobs, manifest, stored, trimming, verdicts
 from layerproof.errors import StageError, UserError
 from layerproof.files import read_json, write_json, write_text
 from layerproof.fingerprint import unrecorded
@@ -118,6 +118,31 @@ def make_golden(args: argparse.Namespace) -> None:
         tasks.append((job, functools.partial(make_stage, spec, weights[stage], before, outputs)))
         before = outputs
     args.apart(tasks, _leave_error)
+
+
+def store(args: argparse.Namespace) -> None:
+    stored.pack(args.output, args.record, args.weights)
+
+
+def take_preflight(args: argparse.Namespace) -> None:
+    jobs.run(_job(args, [args.stored]), lambda: _made(stored.unpack(args.stored, args.outputs)))
+
+
+def take_golden(args: argparse.Namespace) -> None:
+    """The golden of a stage as another host stored it, if that had the same to make it from as this one has."""
+    (weights,) = args.weights
+    own = stored.Own(weights, args.tokens, args.config, _only(args.previous))
+
+    def work() -> Mapping[str, Any]:
+        stored.check(args.stored, own, args.spec)
+        return _made(stored.unpack(args.stored, args.outputs))
+
+    jobs.run(_job(args, [args.stored, weights, args.tokens, args.config, *args.previous]), work)
+
+
+def _made(record: Record) -> dict[str, Any]:
+    """What a taken job's own record keeps of how it was made."""
+    return {"made": {"settings": record.spec, "error": record.error, **record.run}}
 
 
 def make_port(args: argparse.Namespace) -> None:
@@ -481,7 +506,7 @@ def _leave_error(job: jobs.Job, error: StageError) -> None:
         tensors.write_error(output, error)
 
 
-ONE_FILE = ("tokens", "config", "template", "verdicts", "unused", "comparison", "audit", "prediction")
+ONE_FILE = ("stored", "tokens", "config", "template", "verdicts", "unused", "comparison", "audit", "prediction")
 """Flags that name one file; the others name any number."""
 
 
@@ -512,6 +537,13 @@ def parser() -> argparse.ArgumentParser:
     job_verb("weights", make_weights, "Lists each stage's tensors in a checkpoint, with digests.", "inputs")
     job_verb("tokens", make_tokens, "Turns prompts into padded token ids.", "inputs")
     job_verb("golden", make_golden, "Runs stages of the golden.", "weights", "tokens", "config", "previous", "noise")
+    job_verb(
+        "take-golden",
+        take_golden,
+        "Takes the golden of a stage that another host stored, if it was made from the same.",
+        *("stored", "weights", "tokens", "config", "previous"),
+    )
+    job_verb("take-preflight", take_preflight, "Takes what was found of the golden's host before it began.", "stored")
     job_verb(
         "port",
         make_port,
@@ -591,6 +623,11 @@ def parser() -> argparse.ArgumentParser:
     verb.add_argument("--stamp", nargs="+", default=["new"], help="as of the other jobs")
     verb.add_argument("--record", nargs="+", type=Path, help="as of the other jobs")
 
+    verb = verbs.add_parser("store", help="Packs what a job made, for hosts that share no file system with this one.")
+    verb.set_defaults(action=store)
+    verb.add_argument("output", type=Path)
+    verb.add_argument("--record", type=Path, required=True, help="of the job")
+    verb.add_argument("--weights", type=Path, help="of the stage that the job made: results/weights/STAGE.json")
     verb = verbs.add_parser("manifest", help="Lists every file of results/ with its digest.")
     verb.set_defaults(action=make_manifest)
     verb.add_argument("output", type=Path)

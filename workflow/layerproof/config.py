@@ -7,6 +7,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -179,6 +180,7 @@ def _check_files(values: Mapping[str, Any]) -> None:
             f"config.yaml: model.checkpoint: {model['checkpoint']} is not there. Name a directory with a checkpoint, "
             f"or {DEFAULT_CHECKPOINT} for the one that the workflow makes."
         )
+    _check_storage(values["golden"])
     if port["compile"] and port["backend"] == "nxdi" and port["nxdi"]["cpu_mode"]:
         raise UserError(
             "config.yaml: port.compile: NxD's CPU mode has no XLA device to compile for. Set it or port.nxdi.cpu_mode off."
@@ -188,3 +190,12 @@ def _check_files(values: Mapping[str, Any]) -> None:
         raise UserError(
             f"config.yaml: port.module: {port['module']} is not there. Name a Python file or a dotted module."
         )
+
+
+def _check_storage(golden: Mapping[str, Any]) -> None:
+    if golden["mode"] == "stored" and golden["storage"] is None:
+        raise UserError(
+            "config.yaml: golden.storage: golden.mode stored takes the golden from there. Name s3://BUCKET/FOLDER."
+        )
+    if str(golden["storage"]).startswith("s3://") and find_spec("snakemake_storage_plugin_s3") is None:
+        raise UserError("config.yaml: golden.storage: S3 needs a plugin of Snakemake. Run make setup-s3.")

@@ -44,11 +44,18 @@ class Record:
     def read(cls, path: Path) -> Record | None:
         """The record at `path`, or None if there is none that can be used."""
         try:
-            content = read_json(path)
+            return cls.parse(read_json(path))
+        except (OSError, ValueError):
+            return None
+
+    @classmethod
+    def parse(cls, content: Any) -> Record | None:
+        """The record that `write` made this JSON value of, or None if it did not."""
+        try:
             if content.pop("schema_version") != SCHEMA_VERSION:
                 return None
             return cls(**content)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError):
             return None
 
 

@@ -30,7 +30,7 @@ rule predict:
 # One rule for each side, because each runs on its own hosts. The jobs of a side wait for it and are started after it, but do not
 # compare it, so they do not run again. (Not as `ancient` inputs: of a job that waits for another one by such an input alone,
 # Snakemake does not ask whether it has to run for a reason of its own.)
-for side in ("golden", "port"):
+for side in ["port"] if TAKES_GOLDEN else ["golden", "port"]:
 
     rule:
         name:

@@ -14,12 +14,19 @@ sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
 from snakemake.settings.types import DeploymentMethod
 
-from layerproof import containers, stages
+from layerproof import containers, stages, stored
 from layerproof.config import DEFAULT_CHECKPOINT, check_keys_once, resolve
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
 from layerproof.jobs import package_versions
 from layerproof.records import Stamps
+
+if workflow.storage_settings.default_storage_provider:
+    # Of an output that a job may leave as it is, Snakemake 9.27 makes a copy first, on the local disk alone.
+    sys.exit(
+        "error: --default-storage-provider: results/ has to be local. Leave it out; for hosts that share no file system there is "
+        "golden.storage (docs/clusters.md)."
+    )
 
 try:
     for config_file in workflow.configfiles:
@@ -37,6 +44,8 @@ GOLDEN = ALL_STAGES[: max(map(ALL_STAGES.index, STAGES)) + 1]
 BISECTED = stages.first_run(STAGES, CONFIG.num_layers)
 PACKAGES = package_versions()
 CONTAINERS = SETTINGS["containers"]
+TAKES_GOLDEN = SETTINGS["golden"]["mode"] == "stored"
+STORES_GOLDEN = SETTINGS["golden"]["storage"] and not TAKES_GOLDEN
 IN_CONTAINERS = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method
 
 if IN_CONTAINERS:
@@ -156,6 +165,20 @@ def golden_stamp_files(wildcards):
 def golden_stamps(wildcards):
     """One stamp for each stage: in one process too, only those that changed and those that they reach run again."""
     return [stamp("golden_whole", f"results/golden/{stage}.h5") for stage in GOLDEN]
+
+
+def in_storage(name):
+    return storage(f"{SETTINGS['golden']['storage']}/{name}.zip")
+
+
+def all_that_is_stored(wildcards):
+    if TAKES_GOLDEN:
+        sys.exit(
+            "error: config.yaml: golden.mode: stored takes the golden. Run snakemake store_golden where it is made."
+        )
+    if not STORES_GOLDEN:
+        sys.exit("error: config.yaml: golden.storage: store_golden puts the golden there. Name s3://BUCKET/FOLDER.")
+    return [in_storage(name) for name in ("preflight", *GOLDEN)]
 
 
 def asked_for(target):

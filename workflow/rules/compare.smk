@@ -5,8 +5,8 @@
 rule compare_stage:
     """Every tap of a stage: metrics and status."""
     input:
-        golden=rules.golden_stage.output.tensors,
-        noise=rules.golden_stage.output.noise,
+        golden=GOLDEN_FILES.tensors,
+        noise=GOLDEN_FILES.noise,
         port=rules.port_stage.output.tensors,
         tokens=rules.tokens.output.tokens,
         stamp=lambda wildcards: stamp_file(f"results/compare/{wildcards.stage}.json", compare_stage_spec(wildcards)),
@@ -31,7 +31,7 @@ rule compare_stage:
 rule compare_chain:
     """A chain against the golden's trajectory: propagated error and gain of each stage."""
     input:
-        golden=lambda wildcards: expand(rules.golden_stage.output.tensors, stage=CHAINS[wildcards.chain]),
+        golden=lambda wildcards: expand(GOLDEN_FILES.tensors, stage=CHAINS[wildcards.chain]),
         port=lambda wildcards: chain_files("results/chain/{chain}/{stage}.h5", wildcards.chain),
         comparisons=lambda wildcards: expand(rules.compare_stage.output.comparison, stage=CHAINS[wildcards.chain]),
         tokens=rules.tokens.output.tokens,

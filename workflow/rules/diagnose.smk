@@ -6,7 +6,7 @@ rule force_stage:
     """A port stage that fails, with the golden's tap in place of each of its own: what is wrong of itself."""
     input:
         comparison=rules.compare_stage.output.comparison,
-        golden=rules.golden_stage.output.tensors,
+        golden=GOLDEN_FILES.tensors,
         weights="results/weights/{stage}.json",
         tokens=rules.tokens.output.tokens,
         config=CONFIG_JSON,
@@ -38,8 +38,8 @@ rule diagnose_stage:
     """Which known mistake a stage that fails behaves like."""
     input:
         comparison=rules.compare_stage.output.comparison,
-        golden=rules.golden_stage.output.tensors,
-        noise=rules.golden_stage.output.noise,
+        golden=GOLDEN_FILES.tensors,
+        noise=GOLDEN_FILES.noise,
         port=rules.port_stage.output.tensors,
         forced=rules.force_stage.output.tensors,
         weights=lambda wildcards: expand(
@@ -76,8 +76,8 @@ rule diagnose_stage:
 rule bisect:
     """The first stage at which the port goes wrong on its own outputs, by chains alone; not part of the report."""
     input:
-        golden=expand(rules.golden_stage.output.tensors, stage=BISECTED),
-        noise=expand(rules.golden_stage.output.noise, stage=BISECTED),
+        golden=expand(GOLDEN_FILES.tensors, stage=BISECTED),
+        noise=expand(GOLDEN_FILES.noise, stage=BISECTED),
         weights=expand("results/weights/{stage}.json", stage=BISECTED),
         tokens=rules.tokens.output.tokens,
         config=CONFIG_JSON,

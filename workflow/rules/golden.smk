@@ -1,38 +1,40 @@
 # results/weights/STAGE.json, results/tokens.json, results/{golden,noise}/PREVIOUS.h5 -> results/{golden,noise}/STAGE.h5
 
 
-rule golden_stage:
-    """One stage of the trusted model on its own trajectory, its fp32 truth from the same input, and its noise."""
-    input:
-        weights="results/weights/{stage}.json",
-        tokens=rules.tokens.output.tokens,
-        config=CONFIG_JSON,
-        previous=lambda wildcards: previous_golden(wildcards.stage),
-        noise=lambda wildcards: previous_golden(wildcards.stage, "noise"),
-        preflight="results/preflight/golden.json",
-        stamp=lambda wildcards: stamp_file(f"results/golden/{wildcards.stage}.h5", golden_stage_spec(wildcards)),
-    output:
-        tensors=update("results/golden/{stage}.h5"),
-        noise=update("results/noise/{stage}.h5"),
-        record=update("results/records/golden/{stage}.json"),
-    log:
-        "results/logs/golden/{stage}.log",
-    benchmark:
-        "results/benchmarks/golden/{stage}.tsv"
-    container:
-        CONTAINERS["golden"]
-    resources:
-        gpu=1,
-        mem_mb=memory_of("golden", own_stage),
-        runtime=time_of("golden", own_stage, start=2),
-    params:
-        spec=golden_stage_spec,
-        stamp=lambda wildcards: stamp("golden_stage", f"results/golden/{wildcards.stage}.h5"),
-    shell:
-        "python -m layerproof golden {output.tensors:q} {output.noise:q} --weights {input.weights:q}"
-        " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
-        " --noise {input.noise:q}"
-        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+if not TAKES_GOLDEN:
+
+    rule golden_stage:
+        """One stage of the trusted model on its own trajectory, its fp32 truth from the same input, and its noise."""
+        input:
+            weights="results/weights/{stage}.json",
+            tokens=rules.tokens.output.tokens,
+            config=CONFIG_JSON,
+            previous=lambda wildcards: previous_golden(wildcards.stage),
+            noise=lambda wildcards: previous_golden(wildcards.stage, "noise"),
+            preflight="results/preflight/golden.json",
+            stamp=lambda wildcards: stamp_file(f"results/golden/{wildcards.stage}.h5", golden_stage_spec(wildcards)),
+        output:
+            tensors=update("results/golden/{stage}.h5"),
+            noise=update("results/noise/{stage}.h5"),
+            record=update("results/records/golden/{stage}.json"),
+        log:
+            "results/logs/golden/{stage}.log",
+        benchmark:
+            "results/benchmarks/golden/{stage}.tsv"
+        container:
+            CONTAINERS["golden"]
+        resources:
+            gpu=1,
+            mem_mb=memory_of("golden", own_stage),
+            runtime=time_of("golden", own_stage, start=2),
+        params:
+            spec=golden_stage_spec,
+            stamp=lambda wildcards: stamp("golden_stage", f"results/golden/{wildcards.stage}.h5"),
+        shell:
+            "python -m layerproof golden {output.tensors:q} {output.noise:q} --weights {input.weights:q}"
+            " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
+            " --noise {input.noise:q}"
+            " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 
 
 if SETTINGS["golden"]["mode"] == "whole":

@@ -28,7 +28,14 @@ def tokens_spec(wildcards):
     )
 
 
+# What the golden is made with; where it is stored then is no part of it.
+GOLDEN_SETTINGS = {key: value for key, value in SETTINGS["golden"].items() if key != "storage"}
+
+
 def golden_spec(**settings):
+    if TAKES_GOLDEN:
+        alike = {key: SETTINGS["golden"][key] for key in stored.ALIKE}
+        return spec("cpu", storage=SETTINGS["golden"]["storage"], **alike, **settings)
     return spec(
         "golden",
         "torch",
@@ -37,7 +44,7 @@ def golden_spec(**settings):
         *(["accelerate"] if SETTINGS["golden"]["mode"] == "whole" else []),
         checkpoint_dir=CHECKPOINT,
         trust_remote_code=SETTINGS["model"]["trust_remote_code"],
-        **SETTINGS["golden"],
+        **GOLDEN_SETTINGS,
         **settings,
     )
 
@@ -101,7 +108,7 @@ def diagnose_stage_spec(wildcards):
         checkpoint_dir=CHECKPOINT,
         trust_remote_code=SETTINGS["model"]["trust_remote_code"],
         limit=SETTINGS["compare"]["limit"],
-        **SETTINGS["golden"],
+        **GOLDEN_SETTINGS,
     )
 
 
@@ -129,6 +136,8 @@ def predict_spec(wildcards):
 
 
 def preflight_spec(side):
+    if side == "golden" and TAKES_GOLDEN:
+        return spec("cpu", storage=SETTINGS["golden"]["storage"])
     asked = {"golden": ("device", "mode"), "port": ("device", "backend", "compile")}[side]
     return spec(side, *PACKAGES, checkpoint_dir=CHECKPOINT, **{side: {key: SETTINGS[side][key] for key in asked}})
 

@@ -8,7 +8,7 @@ rule trim_stage:
     input:
         comparison=rules.compare_stage.output.comparison,
         diagnosis=rules.diagnose_stage.output.diagnosis,
-        golden=rules.golden_stage.output.tensors,
+        golden=GOLDEN_FILES.tensors,
         port=rules.port_stage.output.tensors,
         stamp=lambda wildcards: stamp_file(f"results/trimmed/{wildcards.stage}.json", trim_stage_spec(wildcards)),
     output:

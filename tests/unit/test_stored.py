@@ -1,0 +1,175 @@
+"""Files of a golden that goes to another host: what is packed, what is taken, and what is refused."""
+
+import json
+import zipfile
+
+import pytest
+
+from layerproof import stored
+from layerproof.errors import UserError
+from layerproof.files import sha256, write_json
+from layerproof.records import Record, described
+from layerproof.trimming import MAGIC
+
+SPEC = {"dtype": "bfloat16", "attn_implementation": None, "experts_implementation": None, "compared": ["layer_001"]}
+TAKEN = SPEC | {"stage": "layer_001", "storage": "s3://runs/one"}
+
+
+class Host:
+    """The files of layer_001 as a golden's host leaves them, in the working directory."""
+
+    def __init__(self, folder, monkeypatch):
+        monkeypatch.chdir(folder)
+        self.folder = folder
+        for name in ("golden", "noise", "weights", "records/golden"):
+            (folder / "results" / name).mkdir(parents=True)
+        for name, content in {
+            "results/golden/layer_000.h5": "before",
+            "results/noise/layer_000.h5": "noise before",
+            "results/golden/layer_001.h5": "tensors" * 1000,
+            "results/noise/layer_001.h5": "noise",
+            "results/tokens.json": "tokens",
+            "config.json": "config",
+        }.items():
+            (folder / name).write_text(content)
+        self.outputs = [self.path(f"results/{name}/layer_001.h5") for name in ("golden", "noise")]
+        self.record = self.path("results/records/golden/layer_001.json")
+        self.own = stored.Own(
+            self.path("results/weights/layer_001.json"),
+            self.path("results/tokens.json"),
+            self.path("config.json"),
+            self.path("results/golden/layer_000.h5"),
+        )
+        write_json(self.own.weights, {"digest": "abc", "tensors": {}})
+        self.zip = self.path("layer_001.zip")
+
+    def path(self, name):
+        return (self.folder / name).relative_to(self.folder)
+
+    def made(self, spec=SPEC, code=None, inputs=()):
+        names = {
+            "results/weights/layer_001.json",
+            "results/tokens.json",
+            "config.json",
+            "results/golden/layer_000.h5",
+            "results/noise/layer_000.h5",
+        }
+        digests = {name: sha256(self.path(name)) for name in names} | dict(inputs)
+        Record("golden", spec, "new", digests, described(self.outputs), code or {}, None).write(self.record)
+        stored.pack(self.zip, self.record, self.own.weights)
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    return Host(tmp_path, monkeypatch)
+
+
+def test_what_was_packed_is_taken_as_it_was(host):
+    host.made()
+    before = [path.read_bytes() for path in host.outputs]
+    for path in host.outputs:
+        path.unlink()
+    stored.check(host.zip, host.own, TAKEN)
+    assert stored.unpack(host.zip, host.outputs) == Record.read(host.record)
+    assert [path.read_bytes() for path in host.outputs] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda host: write_json(host.own.weights, {"digest": "abd"}), "was made from other weights"),
+        (lambda host: host.own.tokens.write_text("others"), "was made from other tokens"),
+        (lambda host: host.own.config.write_text("others"), "another config.json of the checkpoint"),
+        (lambda host: host.own.previous.write_text("others"), "was not made from the layer_000 that is stored"),
+    ],
+)
+def test_what_was_made_from_something_else_is_refused(host, change, words):
+    host.made()
+    change(host)
+    with pytest.raises(UserError, match=rf"s3://runs/one/layer_001\.zip: .*{words}"):
+        stored.check(host.zip, host.own, TAKEN)
+
+
+@pytest.mark.parametrize(
+    ("spec", "code", "words"),
+    [
+        ({"dtype": "float16"}, None, "golden.dtype float16, and here it is bfloat16"),
+        ({"attn_implementation": "eager"}, None, "golden.attn_implementation eager"),
+        ({"experts_implementation": "eager"}, None, "golden.experts_implementation eager"),
+        ({"compared": []}, None, "without taps"),
+        ({}, {"workflow/layerproof/golden.py::make_stage": "another"}, r"other code \(workflow/layerproof/golden.py"),
+    ],
+)
+def test_what_was_made_otherwise_is_refused(host, spec, code, words):
+    host.made(SPEC | spec, code)
+    with pytest.raises(UserError, match=words):
+        stored.check(host.zip, host.own, TAKEN)
+
+
+def test_code_outside_of_the_repository_and_other_taps_do_not_matter(host):
+    host.made(SPEC | {"compared": ["layer_001"]}, {"/opt/python/torch/nn.py::linear": "another"})
+    stored.check(host.zip, host.own, TAKEN | {"compared": []})
+
+
+def test_the_first_stage_has_none_before_it(host):
+    host.made()
+    own = stored.Own(host.own.weights, host.own.tokens, host.own.config, None)
+    stored.check(host.zip, own, TAKEN)
+
+
+def test_a_damaged_file_leaves_what_is_there(host):
+    host.made()
+    for path in host.outputs:
+        path.write_text("older")
+    content = bytearray(host.zip.read_bytes())
+    with zipfile.ZipFile(host.zip) as file:  # the second output: the first one is whole
+        info = file.getinfo(str(host.outputs[1]))
+    content[info.header_offset + 30 + len(info.filename)] ^= 1
+    for damaged in (bytes(content), host.zip.read_bytes()[:-300], b"", b"no zip file"):
+        host.zip.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"layer_001\.zip: .*damaged"):
+            stored.unpack(host.zip, host.outputs)
+        assert [path.read_text() for path in host.outputs] == ["older", "older"]
+        assert not list(host.folder.rglob("*.tmp"))
+
+
+def test_an_output_that_the_record_does_not_describe_is_found_out(host):
+    host.made()
+    with zipfile.ZipFile(host.zip) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    parts[str(host.outputs[0])] = b"others"
+    with zipfile.ZipFile(host.zip, "w") as file:
+        for name, content in parts.items():
+            file.writestr(name, content)
+    with pytest.raises(UserError, match=r"results/golden/layer_001\.h5 in it is damaged"):
+        stored.unpack(host.zip, host.outputs)
+
+
+@pytest.mark.parametrize("content", [{"schema_version": 0}, {"schema_version": 1}, [], {}])
+def test_a_record_of_another_version_is_told(host, content):
+    with zipfile.ZipFile(host.zip, "w") as file:
+        file.writestr(stored.RECORD, json.dumps(content))
+    with pytest.raises(UserError, match="another version"):
+        stored.unpack(host.zip, host.outputs)
+
+
+def test_the_file_of_another_job_is_told(host):
+    host.made()
+    with pytest.raises(UserError, match=r"holds results/golden/layer_001\.h5"):
+        stored.unpack(host.zip, [host.path("results/golden/layer_002.h5")])
+
+
+def test_only_what_the_record_describes_is_packed(host):
+    host.made()
+    host.zip.unlink()
+    host.outputs[0].write_bytes(MAGIC + b" abc 10 def".ljust(600, b"\0"))
+    with pytest.raises(UserError, match="holds only outputs"):
+        stored.pack(host.zip, host.record, None)
+    for change in (lambda: host.outputs[0].write_text("others"), host.outputs[0].unlink):
+        change()
+        with pytest.raises(UserError, match=r"layer_001\.h5: is not what"):
+            stored.pack(host.zip, host.record, None)
+    host.record.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        stored.pack(host.zip, host.record, None)
+    assert not host.zip.exists()
