@@ -82,6 +82,7 @@ def chain(comparisons, broken=None):
         "schema_version": 1,
         "chain": "all",
         "status": status,
+        "first_wrong": None,
         "stages": stages,
         "logits": None if error else logits(),
     }

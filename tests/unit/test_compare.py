@@ -305,8 +305,9 @@ def test_logits_of_the_last_stage(tmp_path):
 class Chain:
     """Files of a chain whose outputs differ from the golden's by given relative errors."""
 
-    def __init__(self, directory, errors):
+    def __init__(self, directory, errors, strays=None):
         self.directory, self.stages = directory, list(errors)
+        self.noise = {name: directory / f"noise_{name}.h5" for name in strays or ()}
         self.valid = np.ones((BATCH, SEQ), bool)
         self.isolated = {name: {"status": "pass", "local_error": 0.001} for name in errors}
         truth = bfloat16(np.random.default_rng(0).standard_normal((BATCH, SEQ, HIDDEN)))
@@ -318,6 +319,8 @@ class Chain:
                 tensors.write_error(directory / f"chain_{name}.h5", error)
             else:
                 tensors.write(directory / f"chain_{name}.h5", {"port": {"out": float32(exact * (1 + error))}})
+        for name, path in self.noise.items():
+            tensors.write(path, {"chained": {"out": float32(exact * (1 + strays[name]))}})
 
     def compare(self):
         result = compare_chain(
@@ -327,6 +330,7 @@ class Chain:
             {name: self.directory / f"chain_{name}.h5" for name in self.stages},
             self.isolated,
             self.valid,
+            self.noise,
         )
         json.dumps(result, allow_nan=False)
         return result
@@ -395,3 +399,28 @@ def test_nan_in_a_chain_is_told(tmp_path):
 def test_logits_of_a_chain(tmp_path):
     chain = Chain(tmp_path, {"norm": 0.01, "lm_head": 0.01})
     assert chain.compare()["logits"]["argmax"] == 1
+
+
+def test_a_captured_chain_is_wrong_from_the_stage_that_strays_further_than_a_variant(tmp_path):
+    errors = {"embed": 0.0, "layer_000": 0.015, "layer_001": 0.05, "layer_002": 0.06}
+    chain = Chain(tmp_path, errors, {"embed": 0.0, "layer_000": 0.01, "layer_001": 0.02, "layer_002": 0.04})
+    result = chain.compare()
+    assert chain.column("wrong") == [False, False, True, False]
+    assert (result["status"], result["first_wrong"]) == ("fail", "layer_001")
+    entry = result["stages"]["layer_001"]
+    assert (entry["port_median"], entry["variant_whole"]) == pytest.approx((0.05, 0.02), rel=1e-4)
+
+
+def test_a_captured_chain_that_strays_as_a_variant_does_passes(tmp_path):
+    result = Chain(tmp_path, {"embed": 0.001, "layer_000": 0.02}, {"embed": 0.0, "layer_000": 0.011}).compare()
+    assert (result["status"], result["first_wrong"]) == ("pass", None)
+
+
+def test_a_captured_chain_with_nan_is_wrong(tmp_path):
+    result = Chain(tmp_path, {"layer_000": float("nan")}, {"layer_000": 0.01}).compare()
+    assert (result["status"], result["first_wrong"]) == ("fail", "layer_000")
+
+
+def test_other_chains_are_not_judged(tmp_path):
+    result = Chain(tmp_path, {"layer_000": 0.5}).compare()
+    assert (result["status"], result["first_wrong"]) == ("pass", None)

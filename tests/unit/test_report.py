@@ -152,6 +152,30 @@ def test_a_chain_that_breaks_is_no_pass():
 SOFTMAX = "a softmax over the experts in place of the sigmoid"
 
 
+def captured(comparisons, first_wrong=None):
+    chain = reports.chain(comparisons) | {"chain": "captured", "logits": None}
+    return chain | ({"status": "fail", "first_wrong": first_wrong} if first_wrong else {})
+
+
+def test_a_captured_model_that_goes_wrong_is_no_pass():
+    comparisons, chains = reports.good()
+    headline, because, _ = sentences(comparisons, [*chains, captured(comparisons, "layer_001")])
+    assert headline == (
+        "Every stage passes alone, but the compiled model that was captured goes wrong behind layer_000, by layer_001."
+    )
+    assert "in what compiling the whole adds" in because
+
+
+def test_a_captured_model_is_told_beside_what_passes_and_what_fails():
+    comparisons, chains = reports.good()
+    assert any("strays no further than right ones do" in one for one in sentences(comparisons, [captured(comparisons)]))
+    text = render(comparisons, [*chains, captured(comparisons)])
+    assert "how far captured strays does" in text and "results/chain/captured" not in text
+    comparisons = [reports.compared("layer_000"), reports.compared("layer_001", wrong=("mlp.out", "out"))]
+    told = sentences(comparisons, [captured(comparisons, "layer_000")])
+    assert "The compiled model that was captured goes wrong by layer_000." in told
+
+
 def test_a_cause_is_told_with_how_well_it_explains_and_how_well_the_next_does():
     comparisons = [reports.compared("layer_000", wrong=("router.scores", "out"))]
     headline, *_ = sentences(comparisons, diagnoses=[reports.diagnosis("layer_000", ("router.scores", SOFTMAX))])

@@ -81,7 +81,7 @@ def comparison(stage, status="pass", taps=None):
 
 
 def chain(name="0-1", status="pass", **stages):
-    return {"chain": name, "status": status, "stages": stages, "logits": None}
+    return {"chain": name, "status": status, "first_wrong": None, "stages": stages, "logits": None}
 
 
 def chained(R=1.4, role="transmits"):
@@ -212,6 +212,14 @@ def test_gate(tmp_path, status, code):
     assert outcome.returncode == code and not outcome.stderr
     line = f"{path}: {'error' if code == 2 else status}"
     assert outcome.stdout == line + (", first culprit layer_003 out" if status == "fail" else "") + " (layer_003)\n"
+
+
+def test_a_captured_chain_that_goes_wrong_fails_the_gate(tmp_path):
+    wrong = chain("captured", "fail", layer_003=chained()) | {"first_wrong": "layer_003"}
+    path = tmp_path / "verdicts.json"
+    path.write_text(json.dumps(collect([comparison("layer_003")], [wrong, chain("all")], [])))
+    outcome = run_gate(path)
+    assert outcome.returncode == 1 and outcome.stdout == f"{path}: fail, chain captured from layer_003 (layer_003)\n"
 
 
 BAD = {

@@ -52,6 +52,10 @@ class Strayed:
         median, whole = allowed.median or ROUNDING, allowed.whole or ROUNDING
         return self.median > STRAYS * median or self.whole > STRAYS_IN_ALL * whole
 
+    def numbers(self, side: str) -> dict[str, float | None]:
+        """For JSON, which knows no infinity."""
+        return {f"{side}_{key}": value if np.isfinite(value) else None for key, value in vars(self).items()}
+
 
 def bisect(
     stages: Sequence[str],
@@ -76,7 +80,7 @@ def bisect(
         found = Strayed.measure(run(stages[: index + 1]), wanted, valid)
         allowed = Strayed.measure(tensors.read(noise[stage], "chained/out"), wanted, valid)
         wrong = found.is_wrong(allowed)
-        runs.append({"to": stage, "wrong": wrong, **_numbers("port", found), **_numbers("variant", allowed)})
+        runs.append({"to": stage, "wrong": wrong, **found.numbers("port"), **allowed.numbers("variant")})
         print(
             f"{stages[0]} to {stage}: {'wrong' if wrong else 'right'}, {found} where a variant has {allowed}",
             flush=True,
@@ -91,12 +95,6 @@ def bisect(
         "last_right": stages[-1] if first is None else stages[first - 1] if first else None,
         "runs": runs,
     }
-
-
-def _numbers(side: str, strayed: Strayed) -> dict[str, float | None]:
-    """For JSON, which knows no infinity."""
-    finite = {key: value if np.isfinite(value) else None for key, value in vars(strayed).items()}
-    return {f"{side}_{key}": value for key, value in finite.items()}
 
 
 def first_true(count: int, holds: Callable[[int], bool]) -> int | None:

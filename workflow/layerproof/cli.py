@@ -182,6 +182,20 @@ def make_port(args: argparse.Namespace) -> None:
     args.apart(tasks, _leave_error)
 
 
+def make_captured(args: argparse.Namespace) -> None:
+    """A chain of what another program captured; a stage whose file cannot be used ends as error, and the others go on."""
+
+    def work(file: Path, output: Path) -> None:
+        with unrecorded():
+            from layerproof import captured, tokens
+
+        captured.make_stage(output.stem, file, tokens.Tokens.read(args.tokens), output)
+
+    for output, file, stamp, record in zip(args.outputs, args.captured, args.stamp, args.record, strict=True):
+        job = jobs.Job(args.verb, args.spec | {"stage": output.stem}, stamp, (file, args.tokens), (output,), record)
+        jobs.run(job, functools.partial(work, file, output), functools.partial(_leave_error, job))
+
+
 def make_forced(args: argparse.Namespace) -> None:
     """A stage that does not fail leaves an empty file: there is nothing to find out."""
     output = args.outputs[0].absolute()
@@ -278,10 +292,11 @@ def make_chain_comparison(args: argparse.Namespace) -> None:
             {path.stem: path for path in args.port},
             {path.stem: read_json(path) for path in args.comparisons},
             tokens.Tokens.read(args.tokens).valid,
+            {path.stem: path for path in args.noise},
         )
         write_json(output, content)
 
-    jobs.run(_job(args, [*args.golden, *args.port, *args.comparisons, args.tokens]), work)
+    jobs.run(_job(args, [*args.golden, *args.port, *args.comparisons, *args.noise, args.tokens]), work)
 
 
 def make_bisection(args: argparse.Namespace) -> None:
@@ -550,12 +565,15 @@ def parser() -> argparse.ArgumentParser:
         "Runs stages of the port: the first on the golden's input, each of the others on the output of the one before.",
         *("weights", "tokens", "config", "previous"),
     )
+    job_verb(
+        "captured", make_captured, "Reads what was captured of a whole compiled model as a chain.", "captured", "tokens"
+    )
     job_verb("compare", make_comparison, "Compares the two sides of a stage.", "golden", "noise", "port", "tokens")
     job_verb(
         "compare-chain",
         make_chain_comparison,
         "Compares a chain with the golden's trajectory.",
-        *("golden", "port", "comparisons", "tokens"),
+        *("golden", "port", "comparisons", "noise", "tokens"),
     )
     job_verb(
         "force",

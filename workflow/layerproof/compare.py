@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 
 from layerproof import tensors
+from layerproof.bisect import Strayed
 from layerproof.errors import StageError, StageMissing
 from layerproof.logits import compare_logits
 from layerproof.metrics import Tensor, compare, judge
@@ -147,6 +148,7 @@ def compare_chain(
     chained: Mapping[str, Path],
     isolated: Mapping[str, Mapping[str, Any]],
     valid: np.ndarray,
+    noise: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
     """The content of results/compare/chain/A-B.json, from the files by stage and the isolated comparisons by stage.
 
@@ -154,6 +156,10 @@ def compare_chain(
     `local_error`, that of the isolated run; `gain`, the ratio of the propagated error out to in (None for the first
     stage and after an exact one); `role`: it `injects` if it fails in isolation, `amplifies` or `recovers` if the gain is
     beyond CHANGED_BY, and else `transmits`. With `lm_head` also how far the logits agree.
+
+    With `noise`, by stage, for a chain that is no run of the port that is compared alone, a stage is `wrong` if it strays
+    further than a variant of the golden on its own outputs allows (bisect.py). `first_wrong` is the first one, and the chain
+    fails if there is one.
     """
     results: dict[str, dict[str, Any]] = {}
     before = None
@@ -166,6 +172,8 @@ def compare_chain(
             with tensors.reading(golden[stage]) as golden_file, tensors.reading(chained[stage]) as chain_file:
                 mine, wanted = tensors.tap(chain_file, f"port/{OUT}"), tensors.tap(golden_file, f"golden/{OUT}")
                 metrics = compare(mine, wanted, tensors.tap(golden_file, f"truth/{OUT}"), valid)
+                if noise:
+                    entry |= _strayed(mine, wanted, tensors.read(noise[stage], "chained/out"), valid)
                 if stage == LM_HEAD:
                     logits = compare_logits(mine, wanted, valid)
             after = metrics["rel_l2"]
@@ -178,8 +186,21 @@ def compare_chain(
             before = None
         results[stage] = entry
     states = {entry["status"] for entry in results.values()}
-    status = next((state for state in ("error", "missing") if state in states), "pass")
-    return {"schema_version": SCHEMA_VERSION, "chain": chain, "status": status, "stages": results, "logits": logits}
+    first = next((stage for stage, entry in results.items() if entry.get("wrong")), None)
+    status = next((state for state in ("error", "missing") if state in states), "fail" if first else "pass")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "chain": chain,
+        "status": status,
+        "first_wrong": first,
+        "stages": results,
+        "logits": logits,
+    }
+
+
+def _strayed(mine: Tensor, wanted: Tensor, variant: Tensor, valid: np.ndarray) -> dict[str, Any]:
+    found, allowed = Strayed.measure(mine, wanted, valid), Strayed.measure(variant, wanted, valid)
+    return {"wrong": found.is_wrong(allowed), **found.numbers("port"), **allowed.numbers("variant")}
 
 
 def _role(isolated_status: str, gain: float | None) -> str:

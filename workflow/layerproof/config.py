@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, cast
 import jsonschema
 import yaml
 
-from layerproof import checkpoint, stages, tiny
+from layerproof import captured, checkpoint, stages, tiny
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
 
@@ -24,12 +24,16 @@ DEFAULT_CHECKPOINT = "results/checkpoint"
 
 @dataclass(frozen=True)
 class Config:
-    """The run that config.yaml asks for. `resolved` is the file with every default filled in."""
+    """The run that config.yaml asks for. `resolved` is the file with every default filled in.
+
+    `captured` holds the files of the chain of that name, by stage.
+    """
 
     resolved: Mapping[str, Any]
     num_layers: int
     layers: tuple[int, ...]
     chains: Mapping[str, tuple[str, ...]]
+    captured: Mapping[str, Path]
 
     @property
     def checkpoint(self) -> str:
@@ -97,7 +101,32 @@ def resolve(raw: Mapping[str, Any]) -> Config:
                 f'config.yaml: chains: "{chain}" runs {outside[0]}, which layers: "{resolved["layers"]}" leaves out. '
                 f'Write layers: "all", a chain of layers such as "{layers[0]}-{layers[-1]}", or chains: [].'
             )
-    return Config(resolved, num_layers, tuple(layers), chains)
+    captured_files = _captured(resolved["port"]["captured"], selected)
+    if captured_files:
+        chains[captured.CHAIN] = tuple(captured_files)
+    return Config(resolved, num_layers, tuple(layers), chains, captured_files)
+
+
+def _captured(folder: str | None, selected: Sequence[str]) -> dict[str, Path]:
+    """The captured outputs of the stages that are compared, in the order of the model.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if folder is None:
+        return {}
+    if not Path(folder).is_dir():
+        raise UserError(
+            f"config.yaml: port.captured: {folder} is no folder. Name the one that tensors were captured in."
+        )
+    found = captured.find(Path(folder))
+    files = {stage: found[stage] for stage in selected if stage in found}
+    if not files:
+        raise UserError(
+            f"config.yaml: port.captured: {folder} has {stages.ranges(sorted(found))}, which layers leaves out. "
+            "Write layers: all."
+        )
+    return files
 
 
 def _fill_defaults(values: Any, schema: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from layerproof import metrics, report_audit, surroundings
+from layerproof.captured import CHAIN as CAPTURED
 from layerproof.fingerprint import REPOSITORY
 from layerproof.manifest import git_state
 from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of, ranges
@@ -117,6 +118,7 @@ def verdict_sentences(
             *_other_culprits(culprit["stage"], culprits),
             counts,
             *_passing_on(culprit["stage"], comparisons, chains),
+            *_captured(chains, alone=False),
             *_first_stopped([one for one in stopped if one not in before]),
         ]
     if not agreeing:
@@ -134,6 +136,11 @@ def verdict_sentences(
             f"Every stage passes alone, but chain {broken[0]['chain']} broke at {stage}: {_stopped(entry['reason'])}",
             f"{_count(len(comparisons), 'stage')} and {_count(agreeing, 'tap')} agree with the golden.",
         ]
+    if any(chain["first_wrong"] for chain in chains):
+        return [
+            *_captured(chains, alone=True),
+            f"{_count(len(comparisons), 'stage')} and {_count(agreeing, 'tap')} agree with the golden.",
+        ]
     missing = sum(tap["status"] == "missing" for _, _, tap in _taps(comparisons))
     stage, name, R = _largest_R(comparisons)
     every = f"all {len(comparisons)} stages" if len(comparisons) > 1 else f"{stage} alone"
@@ -146,8 +153,29 @@ def verdict_sentences(
     return [
         f"The port passes: {scope} (largest R {number(R)} at {stage} {name}).",
         *_margin(comparisons, limit),
+        *_captured(chains, alone=True),
         *_end_to_end(chains),
     ]
+
+
+def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
+    """What came out of the compiled model that was captured, if one was; `alone` if every stage passes alone."""
+    for chain in chains:
+        if chain["chain"] == CAPTURED:
+            first, order = chain["first_wrong"], list(chain["stages"])
+            if not first:
+                return [f"The compiled model that was captured strays no further than right ones do ({ranges(order)})."]
+            before = order[: order.index(first)]
+            where = f"{f'behind {before[-1]}, ' if before else ''}by {first}"
+            if not alone:
+                return [f"The compiled model that was captured goes wrong {where}."]
+            return [
+                f"Every stage passes alone, but the compiled model that was captured goes wrong {where}.",
+                "What is wrong is in neither the stages' code nor their weights as they were run here, but in what "
+                "compiling the whole adds: other weights or prompts, ranks and their slices, constants, compiler flags, "
+                "kernels.",
+            ]
+    return []
 
 
 def _culprit(
@@ -377,7 +405,8 @@ def what_was_compared(
         "Taps": f"{sum(counts.values())}: "
         + ", ".join(f"{count} {status}" for status, count in counts.items() if count),
         "Chains": ", ".join(f"{chain['chain']} ({_count(len(chain['stages']), 'stage')})" for chain in chains)
-        + ("; their R and gain do not decide" if chains else "none"),
+        + ("; their R and gain do not decide" if chains else "none")
+        + (f", but how far {CAPTURED} strays does" if any(chain["chain"] == CAPTURED for chain in chains) else ""),
         "Inputs": _inputs_text(_prompt_lengths(comparisons), config["inputs"]),
         "Golden": f"{golden['dtype']} on {_devices(comparisons, 'golden')}; truth in float32",
         "Port": f"{port['module'] if port['backend'] != 'transformers' else 'transformers'}, {port['dtype']} on "
@@ -565,7 +594,11 @@ def _stage(
         "port": comparison.get("port") or {},
         "commands": [
             f"snakemake --cores 1 --forcerun results/port/{stage}.h5 -- results/compare/{stage}.json",
-            *(_chain_command(chain["chain"], stage) for chain in chains if stage in chain["stages"]),
+            *(
+                _chain_command(chain["chain"], stage)
+                for chain in chains
+                if stage in chain["stages"] and chain["chain"] != CAPTURED
+            ),
         ],
     }
 

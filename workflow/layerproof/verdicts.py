@@ -27,9 +27,9 @@ def collect(
 ) -> dict[str, Any]:
     """The content of results/verdicts.json from the contents of results/compare and results/diagnosis.
 
-    `overall` is `error` if any stage ended as error or missing or there is no stage at all, `fail` if any fails, and
-    else `pass`. The first culprit is the first tap of the first failing stage that goes wrong of itself, and if the stage
-    could not be diagnosed, the first that fails.
+    `overall` is `error` if any stage ended as error or missing or there is no stage at all, `fail` if any fails or the
+    captured chain does, and else `pass`. The first culprit is the first tap of the first failing stage that goes wrong of
+    itself, and if the stage could not be diagnosed, the first that fails.
     """
     culprits = {diagnosis["stage"]: diagnosis["culprits"] for diagnosis in diagnoses}
     stages = {one["stage"]: _stage(one, chains, culprits.get(one["stage"], [])) for one in comparisons}
@@ -40,7 +40,9 @@ def collect(
         "overall": "error" if broken else "fail" if "fail" in states else "pass",
         "first_culprit": _first_culprit(comparisons, culprits),
         "stages": stages,
-        "chains": {chain["chain"]: {"status": chain["status"], "logits": chain["logits"]} for chain in chains},
+        "chains": {
+            chain["chain"]: {key: chain[key] for key in ("status", "first_wrong", "logits")} for chain in chains
+        },
     }
 
 
@@ -118,7 +120,11 @@ def gate(path: Path) -> int:
         verdicts = read_json(path)
         overall, culprit = verdicts["overall"], verdicts["first_culprit"]
         stages = ranges(list(verdicts["stages"]))
-        blame = f", first culprit {culprit['stage']} {culprit['tap']}" if culprit else ""
+        wrong = [
+            f"chain {name} from {one['first_wrong']}" for name, one in verdicts["chains"].items() if one["first_wrong"]
+        ]
+        culprits = [f"first culprit {culprit['stage']} {culprit['tap']}"] if culprit else []
+        blame = "".join(f", {one}" for one in [*culprits, *wrong])
         if verdicts["schema_version"] != SCHEMA_VERSION or overall not in GATE_EXIT:
             raise KeyError("schema_version")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -14,7 +14,7 @@ sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
 from snakemake.settings.types import DeploymentMethod
 
-from layerproof import containers, stages, stored
+from layerproof import captured, containers, stages, stored
 from layerproof.config import DEFAULT_CHECKPOINT, check_keys_once, resolve
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
@@ -55,6 +55,7 @@ if IN_CONTAINERS:
         SETTINGS["inputs"]["prompts"],
         SETTINGS["inputs"]["token_ids"],
         SETTINGS["port"]["module"],
+        SETTINGS["port"]["captured"],
     ]
     for argument in containers.arguments(
         [Path(path) for path in [*USED, *os.environ.get("PYTHONPATH", "").split(":")] if path]
@@ -150,7 +151,7 @@ def chain_files(pattern, chain):
 
 def chain_stamp_files(chain):
     outputs = chain_files("results/chain/{chain}/{stage}.h5", chain)
-    return [stamp_file(output, shipped_spec(chain=chain)) for output in outputs]
+    return [stamp_file(output, chain_spec(chain)) for output in outputs]
 
 
 def chain_stamps(chain):

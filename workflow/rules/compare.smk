@@ -34,6 +34,9 @@ rule compare_chain:
         golden=lambda wildcards: expand(GOLDEN_FILES.tensors, stage=CHAINS[wildcards.chain]),
         port=lambda wildcards: chain_files("results/chain/{chain}/{stage}.h5", wildcards.chain),
         comparisons=lambda wildcards: expand(rules.compare_stage.output.comparison, stage=CHAINS[wildcards.chain]),
+        noise=lambda wildcards: expand(
+            GOLDEN_FILES.noise, stage=CHAINS[wildcards.chain] if wildcards.chain == captured.CHAIN else []
+        ),
         tokens=rules.tokens.output.tokens,
         stamp=lambda wildcards: stamp_file(
             f"results/compare/chain/{wildcards.chain}.json", compare_chain_spec(wildcards)
@@ -54,5 +57,5 @@ rule compare_chain:
         stamp=lambda wildcards: stamp("compare_chain", f"results/compare/chain/{wildcards.chain}.json"),
     shell:
         "python -m layerproof compare-chain {output.comparison:q} --golden {input.golden:q}"
-        " --port {input.port:q} --comparisons {input.comparisons:q} --tokens {input.tokens:q}"
+        " --port {input.port:q} --comparisons {input.comparisons:q} --noise {input.noise:q} --tokens {input.tokens:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"

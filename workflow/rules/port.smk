@@ -1,5 +1,6 @@
 # results/weights/STAGE.json, results/tokens.json, results/golden/PREVIOUS.h5 -> results/port/STAGE.h5
 # the same for the first stage of a chain -> results/chain/A-B/STAGE.h5
+# tensors captured of a whole compiled model -> results/chain/captured/STAGE.h5
 
 
 rule port_stage:
@@ -35,7 +36,7 @@ rule port_stage:
 
 # One rule for each chain, because Snakemake cannot tell a rule's set of outputs from a wildcard. (A variable named chain
 # would hide the one of Snakemake's own, whose globals these are.)
-for chain_name in CHAINS:
+for chain_name in filter(lambda name: name != captured.CHAIN, CHAINS):
 
     rule:
         name:
@@ -61,9 +62,34 @@ for chain_name in CHAINS:
             mem_mb=memory_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name]),
             runtime=time_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name], start=30),
         params:
-            spec=lambda wildcards, chain_name=chain_name: shipped_spec(chain=chain_name),
+            spec=lambda wildcards, chain_name=chain_name: chain_spec(chain_name),
             stamps=lambda wildcards, chain_name=chain_name: chain_stamps(chain_name),
         shell:
             "python -m layerproof port {output.tensors:q} --weights {input.weights:q}"
             " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
+            " --spec {params.spec:q} --stamp {params.stamps} --record {output.records:q} > {log:q} 2>&1"
+
+
+if captured.CHAIN in CHAINS:
+
+    rule chain_captured:
+        """What NxD Inference captured of the whole compiled model, as the outputs of stages."""
+        input:
+            captured=[str(path) for path in CONFIG.captured.values()],
+            tokens=rules.tokens.output.tokens,
+            stamps=lambda wildcards: chain_stamp_files(captured.CHAIN),
+        output:
+            tensors=update(chain_files("results/chain/{chain}/{stage}.h5", captured.CHAIN)),
+            records=update(chain_files("results/records/chain/{chain}/{stage}.json", captured.CHAIN)),
+        log:
+            f"results/logs/chain/{captured.CHAIN}.log",
+        benchmark:
+            f"results/benchmarks/chain/{captured.CHAIN}.tsv"
+        container:
+            CONTAINERS["port"]
+        params:
+            spec=lambda wildcards: chain_spec(captured.CHAIN),
+            stamps=lambda wildcards: chain_stamps(captured.CHAIN),
+        shell:
+            "python -m layerproof captured {output.tensors:q} --captured {input.captured:q} --tokens {input.tokens:q}"
             " --spec {params.spec:q} --stamp {params.stamps} --record {output.records:q} > {log:q} 2>&1"

@@ -73,7 +73,11 @@ def port_spec(**settings):
         *(["neuronx-distributed", "neuronx-distributed-inference"] if SETTINGS["port"]["backend"] == "nxdi" else []),
         checkpoint_dir=CHECKPOINT,
         trust_remote_code=SETTINGS["model"]["trust_remote_code"],
-        **{key: value for key, value in SETTINGS["port"].items() if key not in ("compile", "compiler_flags")},
+        **{
+            key: value
+            for key, value in SETTINGS["port"].items()
+            if key not in ("compile", "compiler_flags", "captured")
+        },
         **settings,
     )
 
@@ -83,6 +87,10 @@ def shipped_spec(**settings):
     how = SETTINGS["port"]["compile"]
     flags = {"compiler_flags": SETTINGS["port"]["compiler_flags"]} if how == "neuron" else {}
     return port_spec(compile=how, **flags, **settings)
+
+
+def chain_spec(chain):
+    return spec("port", "torch", "h5py") if chain == captured.CHAIN else shipped_spec(chain=chain)
 
 
 def port_stage_spec(wildcards):

@@ -1,0 +1,81 @@
+"""What NxD Inference captured of a whole compiled model, as a chain of its own.
+
+Its hook (`tensor_capture_config`, `get_tensor_capture_hook`) saves of each module that is named there the first output: of
+the prefill, its step 1, as `captured_tensors_cte_step_1_module_NAME_output.pt`. The logits are not among them: in the
+prefill `lm_head` makes those of the last token alone, a slice of them on each rank.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerproof.errors import StageError, UserError
+from layerproof.stages import EMBED, NORM, layer_stage
+
+if TYPE_CHECKING:
+    from layerproof.tokens import Tokens
+
+CHAIN = "captured"
+FILE = re.compile(
+    r"captured_tensors_cte_step_1_module_(?:[A-Za-z_]+\.)*(?:embed_tokens|layers\.(?P<layer>\d+)|(?P<norm>norm))_output\.pt"
+)
+
+
+def find(folder: Path) -> dict[str, Path]:
+    """The files in a folder that hold the output of a stage, by stage.
+
+    Raises:
+        UserError: if there is none, or more than one for a stage.
+    """
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if match := FILE.fullmatch(path.name):
+            layer = match["layer"]
+            stage = layer_stage(int(layer)) if layer else NORM if match["norm"] else EMBED
+            if stage in found:
+                raise UserError(
+                    f"{path}: is the output of {stage}, as {found[stage].name} is. Leave one of them there."
+                )
+            found[stage] = path
+    if not found:
+        raise UserError(
+            f"{folder}: has no captured_tensors_cte_step_1_module_layers.0_output.pt or the like. Name embed_tokens, "
+            "layers.0 and so on, and norm in modules_to_capture (docs/nxdi.md)."
+        )
+    return found
+
+
+def make_stage(stage: str, file: Path, tokens: Tokens, output: Path) -> None:
+    """Writes `port/out` from a captured tensor [batch, seq, features], of which what was padded on is left out.
+
+    Raises:
+        StageError: if the file holds no such tensor, or fewer sequences or tokens than results/tokens.json.
+    """
+    import torch
+
+    from layerproof import tensors
+    from layerproof.taps import OUT
+
+    try:
+        tensor = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a foreign or damaged file makes of it
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StageError(f"{file}: cannot be read as a tensor ({reason}). Capture it again.") from error
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        raise StageError(f"{file}: holds no tensor of floats. Capture it again.")
+    if tensor.numel() == 1:
+        raise StageError(
+            f"{file}: holds one number, as NxD Inference saves for a module that did not run. Correct its name in "
+            "modules_to_capture."
+        )
+    batch, length = tokens.ids.shape
+    if tensor.ndim != 3 or tensor.shape[0] < batch or tensor.shape[1] < length:
+        raise StageError(
+            f"{file}: has shape {list(tensor.shape)} for {batch} prompts of up to {length} tokens. Capture all prompts of "
+            "results/tokens.json as one batch, padded on the right, without sequence parallelism."
+        )
+    held = tensor if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32) else tensor.float()
+    array = tensors.to_array(held[:batch, :length])
+    tensors.write(output, {"port": {OUT: array}}, valid=tokens.valid, attributes={"stage": stage})
