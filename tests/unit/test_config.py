@@ -178,6 +178,10 @@ WRONG = {
         changed(port__backend="nxdi", port__compile="xla", port__nxdi={"cpu_mode": True}),
         ["port.compile: NxD's CPU mode has no XLA device", "Set it or port.nxdi.cpu_mode off"],
     ),
+    "compiled for another device than it runs on": (
+        changed(port__compile="neuron", port__device="CPU"),
+        ["port.compile: what neuron compiles runs on Neuron, and port.device is CPU", "Write port.device: NEURON"],
+    ),
     "a stored golden and no place for it": (
         changed(golden__mode="stored"),
         ["golden.storage: golden.mode stored takes the golden from there", "Name s3://BUCKET/FOLDER"],

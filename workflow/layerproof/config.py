@@ -214,6 +214,11 @@ def _check_files(values: Mapping[str, Any]) -> None:
         raise UserError(
             "config.yaml: port.compile: NxD's CPU mode has no XLA device to compile for. Set it or port.nxdi.cpu_mode off."
         )
+    if port["compile"] == "neuron" and port["device"] not in ("auto", "NEURON"):
+        raise UserError(
+            f"config.yaml: port.compile: what neuron compiles runs on Neuron, and port.device is {port['device']}. "
+            "Write port.device: NEURON, or port.compile: xla."
+        )
     is_file = port["module"].endswith(".py") or "/" in port["module"]
     if port["backend"] != "transformers" and is_file and not Path(port["module"]).is_file():
         raise UserError(
