@@ -106,8 +106,8 @@ def test_what_was_made_otherwise_is_refused(host, spec, code, words):
         stored.check(host.zip, host.own, TAKEN)
 
 
-def test_code_outside_of_the_repository_and_other_taps_do_not_matter(host):
-    host.made(SPEC | {"compared": ["layer_001"]}, {"/opt/python/torch/nn.py::linear": "another"})
+def test_code_that_is_not_the_librarys_and_taps_that_nobody_asks_for_do_not_matter(host):
+    host.made(code={"/opt/python/torch/nn.py::linear": "another", "model/modeling.py::forward": "another"})
     stored.check(host.zip, host.own, TAKEN | {"compared": []})
 
 

@@ -24,6 +24,9 @@ from layerproof.records import Record
 RECORD = "record.json"
 WEIGHTS = "weights.json"
 
+LIBRARY = "workflow/layerproof/"
+"""Where in the repository the code is that both hosts have to have alike."""
+
 ALIKE = ("dtype", "attn_implementation", "experts_implementation")
 """Settings of the golden that numbers depend on and that no file tells: both hosts have to have them alike."""
 
@@ -110,7 +113,7 @@ def _differences(record: Record, weights: Mapping[str, Any], own: Own, spec: Map
         yield "was made without taps, because layers in config.yaml left it out. Store it again with the same layers."
     if own.previous is not None and read.get(own.previous.name) != trimming.digest(own.previous):
         yield f"was not made from the {own.previous.stem} that is stored. Run snakemake store_golden again to its end."
-    ours = {entry: digest for entry, digest in record.code.items() if not Path(entry).is_absolute()}
+    ours = {entry: digest for entry, digest in record.code.items() if entry.startswith(LIBRARY)}
     if changed := fingerprint.changed(ours):
         yield f"was made by other code ({changed[0]}). Check out the same commit on both hosts and store it again."
 
