@@ -1,17 +1,27 @@
 """Files of a golden that goes to another host: what is packed, what is taken, and what is refused."""
 
+import contextlib
+import dataclasses
 import json
+import os
 import zipfile
+from pathlib import Path
 
 import pytest
 
-from layerproof import stored
+from layerproof import fingerprint, stored
 from layerproof.errors import UserError
 from layerproof.files import sha256, write_json
 from layerproof.records import Record, described
 from layerproof.trimming import MAGIC
 
-SPEC = {"dtype": "bfloat16", "attn_implementation": None, "experts_implementation": None, "compared": ["layer_001"]}
+SPEC = {
+    "dtype": "bfloat16",
+    "attn_implementation": None,
+    "experts_implementation": None,
+    "trust_remote_code": False,
+    "compared": ["layer_001"],
+}
 TAKEN = SPEC | {"stage": "layer_001", "storage": "s3://runs/one"}
 
 
@@ -38,7 +48,7 @@ class Host:
             self.path("results/weights/layer_001.json"),
             self.path("results/tokens.json"),
             self.path("config.json"),
-            self.path("results/golden/layer_000.h5"),
+            [self.path(f"results/{name}/layer_000.h5") for name in ("golden", "noise")],
         )
         write_json(self.own.weights, {"digest": "abc", "tensors": {}})
         self.zip = self.path("layer_001.zip")
@@ -46,16 +56,16 @@ class Host:
     def path(self, name):
         return (self.folder / name).relative_to(self.folder)
 
-    def made(self, spec=SPEC, code=None, inputs=()):
+    def made(self, spec=SPEC, code=None, error=None):
         names = {
             "results/weights/layer_001.json",
             "results/tokens.json",
-            "config.json",
+            str(self.own.config),
             "results/golden/layer_000.h5",
             "results/noise/layer_000.h5",
         }
-        digests = {name: sha256(self.path(name)) for name in names} | dict(inputs)
-        Record("golden", spec, "new", digests, described(self.outputs), code or {}, None).write(self.record)
+        digests = {name: sha256(Path(name)) for name in names}
+        Record("golden", spec, "new", digests, described(self.outputs), code or {}, error).write(self.record)
         stored.pack(self.zip, self.record, self.own.weights)
 
 
@@ -80,7 +90,8 @@ def test_what_was_packed_is_taken_as_it_was(host):
         (lambda host: write_json(host.own.weights, {"digest": "abd"}), "was made from other weights"),
         (lambda host: host.own.tokens.write_text("others"), "was made from other tokens"),
         (lambda host: host.own.config.write_text("others"), "another config.json of the checkpoint"),
-        (lambda host: host.own.previous.write_text("others"), "was not made from the layer_000 that is stored"),
+        (lambda host: host.own.before[0].write_text("others"), "was not made from the layer_000 that is here"),
+        (lambda host: host.own.before[1].write_text("others"), "was not made from the layer_000 that is here"),
     ],
 )
 def test_what_was_made_from_something_else_is_refused(host, change, words):
@@ -96,6 +107,7 @@ def test_what_was_made_from_something_else_is_refused(host, change, words):
         ({"dtype": "float16"}, None, "golden.dtype float16, and here it is bfloat16"),
         ({"attn_implementation": "eager"}, None, "golden.attn_implementation eager"),
         ({"experts_implementation": "eager"}, None, "golden.experts_implementation eager"),
+        ({"trust_remote_code": True}, None, "model.trust_remote_code True, and here it is False"),
         ({"compared": []}, None, "without taps"),
         ({}, {"workflow/layerproof/golden.py::make_stage": "another"}, r"other code \(workflow/layerproof/golden.py"),
     ],
@@ -107,14 +119,64 @@ def test_what_was_made_otherwise_is_refused(host, spec, code, words):
 
 
 def test_code_that_is_not_the_librarys_and_taps_that_nobody_asks_for_do_not_matter(host):
-    host.made(code={"/opt/python/torch/nn.py::linear": "another", "model/modeling.py::forward": "another"})
+    host.made(code={"/opt/python/torch/nn.py::linear": "another", "other.py::forward": "another"})
     stored.check(host.zip, host.own, TAKEN | {"compared": []})
 
 
 def test_the_first_stage_has_none_before_it(host):
     host.made()
-    own = stored.Own(host.own.weights, host.own.tokens, host.own.config, None)
+    own = stored.Own(host.own.weights, host.own.tokens, host.own.config, [])
     stored.check(host.zip, own, TAKEN)
+
+
+def test_code_that_came_with_the_checkpoint_is_compared_by_the_file_beside_it(host):
+    source = host.path("modeling.py")
+    source.write_text("def forward(x):\n    return x + 1\n")
+    code = {"/root/.cache/modules/modeling.py::forward": fingerprint.current(f"{source.absolute()}::forward")}
+    host.made(code=code)
+    stored.check(host.zip, host.own, TAKEN)
+    source.write_text("def forward(x):\n    return x + 2\n")
+    with pytest.raises(UserError, match=r"other code \(.*modeling\.py::forward\)"):
+        stored.check(host.zip, host.own, TAKEN)
+
+
+def test_equal_jobs_have_equal_files_whenever_they_were_written(host):
+    host.made()
+    before = host.zip.read_bytes()
+    for path in (*host.outputs, host.own.weights):
+        os.utime(path, (0, 0))
+    stored.pack(host.zip, host.record, host.own.weights)
+    assert host.zip.read_bytes() == before
+
+
+def test_a_golden_that_failed_is_not_stored(host):
+    host.made()
+    before = host.zip.read_bytes()
+    with pytest.raises(UserError, match=r"layer_001\.h5: failed on this host, and is not stored: no memory"):
+        host.made(error="no memory")
+    assert host.zip.read_bytes() == before
+
+
+def test_a_checkpoint_in_a_folder_of_any_name_is_taken(host):
+    folder = host.folder / "noise/golden/model"
+    folder.mkdir(parents=True)
+    host.own.config.rename(folder / "config.json")
+    host.own = dataclasses.replace(host.own, config=folder / "config.json")
+    host.made()
+    stored.check(host.zip, host.own, TAKEN)
+
+
+def test_no_bit_that_is_flipped_makes_more_than_a_line(host):
+    host.made()
+    whole = host.zip.read_bytes()
+    before = [path.read_bytes() for path in host.outputs]
+    for place in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        host.zip.write_bytes(damaged)
+        with contextlib.suppress(UserError, OSError):
+            stored.unpack(host.zip, host.outputs)
+        assert [path.read_bytes() for path in host.outputs] == before
 
 
 def test_a_damaged_file_leaves_what_is_there(host):
@@ -124,7 +186,8 @@ def test_a_damaged_file_leaves_what_is_there(host):
     content = bytearray(host.zip.read_bytes())
     with zipfile.ZipFile(host.zip) as file:  # the second output: the first one is whole
         info = file.getinfo(str(host.outputs[1]))
-    content[info.header_offset + 30 + len(info.filename)] ^= 1
+    extra = int.from_bytes(content[info.header_offset + 28 : info.header_offset + 30], "little")
+    content[info.header_offset + 30 + len(info.filename) + extra] ^= 1
     for damaged in (bytes(content), host.zip.read_bytes()[:-300], b"", b"no zip file"):
         host.zip.write_bytes(damaged)
         with pytest.raises(UserError, match=r"layer_001\.zip: .*damaged"):

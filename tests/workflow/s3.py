@@ -101,7 +101,11 @@ class Swift:
                 environment = os.environ | {"SWIFT_DIR": str(self.folder)}
                 self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         self.endpoint = f"http://127.0.0.1:{ports['proxy']}"
-        self._create_bucket()
+        try:
+            self._create_bucket()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,10 @@
 """Golden and port on hosts that share nothing but a bucket, on a real S3 server."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from runs import Workflow
@@ -20,6 +23,12 @@ def swift(tmp_path_factory):
         for name, value in swift.environment().items():
             patch.setenv(name, value)
         yield swift
+
+
+def verify(host):
+    command = [sys.executable, "-m", "layerproof", "verify"]
+    environment = os.environ | {"PYTHONPATH": str(host.directory / "workflow")}
+    return subprocess.run(command, cwd=host.directory, env=environment, capture_output=True, text=True).stdout
 
 
 class Hosts:
@@ -62,8 +71,11 @@ def test_a_port_is_compared_with_a_golden_that_another_host_made(swift, tmp_path
         f"one/{name}.zip" for name in ("preflight", *STAGES)
     }
     assert hosts.on_golden().started == 0
+    hosts.on_golden(target="all")
+    assert "every file is as it was" in verify(hosts.golden)
 
     hosts.on_port()
+    assert "every file is as it was" in verify(hosts.port)
     verdicts = json.loads((hosts.port.results / "verdicts.json").read_text())
     assert verdicts["overall"] == "pass" and list(verdicts["stages"]) == STAGES
     for stage in STAGES:
@@ -81,6 +93,16 @@ def test_a_port_is_compared_with_a_golden_that_another_host_made(swift, tmp_path
     assert "port/layer_001.h5" in made and not [name for name in made if name.startswith(("golden", "noise"))]
     verdicts = json.loads((hosts.port.results / "verdicts.json").read_text())
     assert verdicts["first_culprit"]["cause"] == "router_softmax"
+
+    # One of the golden's code is none that the stored golden was made by.
+    hosts.port.edit("workflow/layerproof/golden.py", ("stage) if whole else", "stage) if whole is not None else"))
+    run = hosts.on_port(target="results/golden/lm_head.h5", check=False)
+    assert run.returncode and "embed.zip: was made by other code (workflow/layerproof/golden.py" in run.text
+    hosts.golden.edit("workflow/layerproof/golden.py", ("stage) if whole else", "stage) if whole is not None else"))
+    stored = swift.get("one/norm.zip")
+    hosts.on_golden()
+    assert swift.get("one/norm.zip") != stored, "its record has the other code"
+    hosts.on_port(target="results/golden/lm_head.h5")
 
 
 def test_a_golden_made_from_something_else_is_not_taken(swift, tmp_path):

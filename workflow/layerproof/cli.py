@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerproof import fingerprint, jobs, manifest, stored, trimming, verdicts
 from layerproof.errors import StageError, UserError
-from layerproof.files import read_json, write_json, write_text
+from layerproof.files import digest_of, read_json, write_json, write_text
 from layerproof.fingerprint import unrecorded
 from layerproof.records import Record
 
@@ -131,18 +131,31 @@ def take_preflight(args: argparse.Namespace) -> None:
 def take_golden(args: argparse.Namespace) -> None:
     """The golden of a stage as another host stored it, if that had the same to make it from as this one has."""
     (weights,) = args.weights
-    own = stored.Own(weights, args.tokens, args.config, _only(args.previous))
+    before = [*args.previous, *args.noise]
+    own = stored.Own(weights, args.tokens, args.config, before)
+    job = _job(args, [args.stored, weights, args.tokens, args.config, *before])
 
     def work() -> Mapping[str, Any]:
+        description = read_json(weights)
+        if "error" in description:  # as the golden's own job has it
+            raise StageError(description["error"])
         stored.check(args.stored, own, args.spec)
         return _made(stored.unpack(args.stored, args.outputs))
 
-    jobs.run(_job(args, [args.stored, weights, args.tokens, args.config, *args.previous]), work)
+    damaged = "error" in read_json(weights)
+    jobs.run(job, work, functools.partial(_leave_error, job) if damaged else None)
 
 
 def _made(record: Record) -> dict[str, Any]:
-    """What a taken job's own record keeps of how it was made."""
-    return {"made": {"settings": record.spec, "error": record.error, **record.run}}
+    """What a taken job's own record keeps of how it was made; the code that made it counts as the job's own."""
+    made = {
+        "settings": record.spec,
+        "inputs": record.inputs,
+        "outputs": {name: description["sha256"] for name, description in record.outputs.items()},
+        "code": digest_of(record.code),
+        **record.run,
+    }
+    return {"made": made, jobs.CODE: stored.library_code(record)}
 
 
 def make_port(args: argparse.Namespace) -> None:
@@ -556,7 +569,7 @@ def parser() -> argparse.ArgumentParser:
         "take-golden",
         take_golden,
         "Takes the golden of a stage that another host stored, if it was made from the same.",
-        *("stored", "weights", "tokens", "config", "previous"),
+        *("stored", "weights", "tokens", "config", "previous", "noise"),
     )
     job_verb("take-preflight", take_preflight, "Takes what was found of the golden's host before it began.", "stored")
     job_verb(

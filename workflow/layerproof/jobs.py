@@ -62,6 +62,9 @@ class Job:
 Work = Callable[[], Mapping[str, Any] | None]
 """Makes a job's outputs and returns facts for its record."""
 
+CODE = "code"
+"""Among these facts: fingerprints of functions that were run elsewhere for this job, which count as if it had run them."""
+
 LOG_END = 1 << 16
 """Bytes at the end of a log in which a reason is looked for."""
 LONGEST_REASON = 500
@@ -115,7 +118,7 @@ def run(
         stamp=job.stamp,
         inputs=inputs,
         outputs=described(job.outputs),
-        code=fingerprint.fingerprints(seen),
+        code=fingerprint.fingerprints(seen) | (facts or {}).get(CODE, {}),
         error=None if error is None else str(error),
         run={
             "command": shlex.join(["python", "-m", "layerproof", *sys.argv[1:]]),
@@ -127,7 +130,7 @@ def run(
             "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
             "python": platform.python_version(),
             "packages": package_versions(),
-            **(facts or {}),
+            **{key: fact for key, fact in (facts or {}).items() if key != CODE},
         },
     ).write(job.record)
 

@@ -26,7 +26,7 @@ SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 CONTENTS = "archive.json"
 """In an archive: every other file in it, with digest and size."""
-APART = ("archive/", "logs/archive/", "logs/manifest.log", "README.md", MANIFEST)
+APART = ("archive/", "logs/archive/", "logs/store/", "logs/manifest.log", "README.md", MANIFEST)
 """Not listed: what is written after the manifest or by it, and what ships with the repository."""
 
 
@@ -44,7 +44,8 @@ def write(output: Path, spec: Mapping[str, Any]) -> None:
     results = output.parent
     jobs = _jobs_behind_report(results)
     outputs = _outputs(results, jobs)
-    elsewhere = {path for job in jobs.values() for path in job.inputs if not Path(path).is_relative_to(results)}
+    read = {path for job in jobs.values() for path in job.inputs if not Path(path).is_relative_to(results)}
+    elsewhere = {path for path in read if Path(path).parts[0] != ".snakemake"}  # copies of what is in storage
     content = {
         "schema_version": SCHEMA_VERSION,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),

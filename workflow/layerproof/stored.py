@@ -27,30 +27,40 @@ WEIGHTS = "weights.json"
 LIBRARY = "workflow/layerproof/"
 """Where in the repository the code is that both hosts have to have alike."""
 
-ALIKE = ("dtype", "attn_implementation", "experts_implementation")
-"""Settings of the golden that numbers depend on and that no file tells: both hosts have to have them alike."""
+ALIKE = {
+    "dtype": "golden.dtype",
+    "attn_implementation": "golden.attn_implementation",
+    "experts_implementation": "golden.experts_implementation",
+    "trust_remote_code": "model.trust_remote_code",
+}
+"""Settings that the golden's numbers depend on and that no file tells, with their names in config.yaml: both hosts have to
+have them alike."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What this host has of a stage: results/weights/STAGE.json, results/tokens.json, the checkpoint's config.json, and the
-    golden of the stage before."""
+    """What this host has of a stage: results/weights/STAGE.json, results/tokens.json, the checkpoint's config.json, and
+    golden and noise of the stage before, if there is one."""
 
     weights: Path
     tokens: Path
     config: Path
-    previous: Path | None
+    before: Sequence[Path]
 
 
 def pack(output: Path, record: Path, weights: Path | None) -> None:
     """Writes the zip file of a job that ran: its record, its outputs, and of a stage what its weights are.
 
+    Equal jobs have equal files, whenever their outputs were written.
+
     Raises:
-        UserError: if an output is not what the record says, or was trimmed.
+        UserError: if the job failed, or an output is not what the record says, or was trimmed.
     """
     made = Record.read(record)
     if made is None:
         raise UserError(f"{record}: cannot be read. Remove it and run again.")
+    if made.error is not None:
+        raise UserError(f"{next(iter(made.outputs))}: failed on this host, and is not stored: {made.error}")
     for name, description in made.outputs.items():
         path = Path(name)
         if path.exists() and trimming.read(path):
@@ -58,11 +68,13 @@ def pack(output: Path, record: Path, weights: Path | None) -> None:
         if not path.exists() or sha256(path) != description["sha256"]:
             raise UserError(f"{name}: is not what {record} says. Run again.")
     with replacing(output) as temporary, zipfile.ZipFile(temporary, "w") as file:
-        file.write(record, RECORD)
-        for name in made.outputs:
-            file.write(name, name)
-        if weights is not None:
-            file.write(weights, WEIGHTS)
+        for path, name in [
+            (record, RECORD),
+            *((Path(name), name) for name in made.outputs),
+            *([(weights, WEIGHTS)] if weights else []),
+        ]:
+            with open(path, "rb") as source, file.open(zipfile.ZipInfo(name), "w", force_zip64=True) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
 
 
 def unpack(stored: Path, outputs: Sequence[Path]) -> Record:
@@ -99,23 +111,41 @@ def check(stored: Path, own: Own, spec: Mapping[str, Any]) -> None:
 
 
 def _differences(record: Record, weights: Mapping[str, Any], own: Own, spec: Mapping[str, Any]) -> Iterator[str]:
-    read = {Path(name).name: digest for name, digest in record.inputs.items() if "/noise/" not in name}
-    for key in ALIKE:
+    configs = [digest for name, digest in record.inputs.items() if Path(name).name == own.config.name]
+    for key, name in ALIKE.items():
         if record.spec.get(key) != spec[key]:
-            yield f"was made with golden.{key} {record.spec.get(key)}, and here it is {spec[key]}. Set both alike."
+            yield f"was made with {name} {record.spec.get(key)}, and here it is {spec[key]}. Set both alike."
     if weights.get("digest") != read_json(own.weights).get("digest"):
         yield "was made from other weights. Give both hosts the same checkpoint."
-    if read.get(own.config.name) != sha256(own.config):
+    if configs != [sha256(own.config)]:
         yield f"was made with another {own.config.name} of the checkpoint. Give both hosts the same checkpoint."
-    if read.get(own.tokens.name) != sha256(own.tokens):
+    if record.inputs.get(str(own.tokens)) != sha256(own.tokens):
         yield "was made from other tokens. Give both hosts the same inputs in config.yaml, and the same tokenizer."
     if set(spec["compared"]) - set(record.spec.get("compared", ())):
         yield "was made without taps, because layers in config.yaml left it out. Store it again with the same layers."
-    if own.previous is not None and read.get(own.previous.name) != trimming.digest(own.previous):
-        yield f"was not made from the {own.previous.stem} that is stored. Run snakemake store_golden again to its end."
-    ours = {entry: digest for entry, digest in record.code.items() if entry.startswith(LIBRARY)}
-    if changed := fingerprint.changed(ours):
-        yield f"was made by other code ({changed[0]}). Check out the same commit on both hosts and store it again."
+    for path in own.before:
+        if record.inputs.get(str(path)) != trimming.digest(path):
+            yield (
+                f"was not made from the {path.stem} that is here. Run snakemake store_golden again to its end, and then "
+                "here with --forcerun take_golden."
+            )
+    remote = {f"{path}::{local}": digest for path, local, digest in _beside(own.config, record.code)}
+    if changed := fingerprint.changed(library_code(record) | remote):
+        yield f"was made by other code ({changed[0]}). Have the same on both hosts and store it again."
+
+
+def library_code(record: Record) -> dict[str, str]:
+    """Fingerprints of the library's functions that a job ran: what of its code is on every host under the same name."""
+    return {entry: digest for entry, digest in record.code.items() if entry.startswith(LIBRARY)}
+
+
+def _beside(config: Path, code: Mapping[str, str]) -> Iterator[tuple[Path, str, str]]:
+    """Of code that a job ran what came with the checkpoint, by its file here: transformers runs a copy of that name."""
+    for entry, digest in code.items():
+        name, _, local = entry.partition("::")
+        path = config.absolute().parent / Path(name).name
+        if not entry.startswith(LIBRARY) and path.exists():
+            yield path, local, digest
 
 
 def _record(file: zipfile.ZipFile, stored: Path) -> Record:
@@ -130,5 +160,5 @@ def _opened(stored: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(stored) as file:
             yield file
-    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{stored}: is damaged or not by Layerproof ({error}). Store it again.") from None

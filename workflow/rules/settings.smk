@@ -34,7 +34,7 @@ GOLDEN_SETTINGS = {key: value for key, value in SETTINGS["golden"].items() if ke
 
 def golden_spec(**settings):
     if TAKES_GOLDEN:
-        alike = {key: SETTINGS["golden"][key] for key in stored.ALIKE}
+        alike = {key: SETTINGS[name.split(".")[0]][key] for key, name in stored.ALIKE.items()}
         return spec("cpu", storage=SETTINGS["golden"]["storage"], **alike, **settings)
     return spec(
         "golden",
@@ -172,7 +172,7 @@ def will_run(folder, stage):
     """Whether the golden, port or comparison of a stage has to run, for all that is known before any job ran."""
     wildcards = SimpleNamespace(stage=stage)
     rule_name, settings, ending = {
-        "golden": ("golden_stage", golden_stage_spec, "h5"),
+        "golden": ("take_golden" if TAKES_GOLDEN else "golden_stage", golden_stage_spec, "h5"),
         "port": ("port_stage", port_stage_spec, "h5"),
         "compare": ("compare_stage", compare_stage_spec, "json"),
     }[folder]

@@ -45,6 +45,7 @@ if TAKES_GOLDEN:
             tokens=rules.tokens.output.tokens,
             config=CONFIG_JSON,
             previous=lambda wildcards: previous_golden(wildcards.stage),
+            noise=lambda wildcards: previous_golden(wildcards.stage, "noise"),
             stamp=lambda wildcards: stamp_file(f"results/golden/{wildcards.stage}.h5", golden_stage_spec(wildcards)),
         output:
             tensors=update("results/golden/{stage}.h5"),
@@ -62,6 +63,7 @@ if TAKES_GOLDEN:
         shell:
             "python -m layerproof take-golden {output.tensors:q} {output.noise:q} --stored {input.stored:q}"
             " --weights {input.weights:q} --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
+            " --noise {input.noise:q}"
             " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
 
     rule take_preflight:
