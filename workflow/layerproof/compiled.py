@@ -44,7 +44,8 @@ def trace_xla(function: Callable[..., Tensors], given: Tensors, name: str) -> Gr
     import torch_xla
 
     xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
-    torch_xla.sync()  # or what is pending would be traced, too
+    # Or what is pending would be traced, too; and parameters are told by buffers, which what is still computed lacks.
+    torch_xla.sync(wait=True)
     # Of copies, which are other tensors for what writes to them in place, such as a cache, and the same to the graph.
     outputs = [output.to(given[0].device) for output in function(*(tensor.clone() for tensor in given))]
     context = xla.lowering.LoweringContext(name)
