@@ -132,7 +132,7 @@ def test_the_first_stage_has_none_before_it(host):
 def test_code_that_came_with_the_checkpoint_is_compared_by_the_file_beside_it(host):
     source = host.path("modeling.py")
     source.write_text("def forward(x):\n    return x + 1\n")
-    code = {"/root/.cache/modules/modeling.py::forward": fingerprint.current(f"{source.absolute()}::forward")}
+    code = {"/elsewhere/modeling.py::forward": fingerprint.current(f"{source.absolute()}::forward")}
     host.made(code=code)
     stored.check(host.zip, host.own, TAKEN)
     source.write_text("def forward(x):\n    return x + 2\n")

@@ -10,6 +10,8 @@ from pathlib import Path
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
+"""What tests install for themselves and keep."""
 JOURNALS = ("logs/", "benchmarks/", "records/")
 
 

@@ -1,5 +1,6 @@
 """An S3 server of this machine alone: OpenStack Swift with one disk, by its own S3 API."""
 
+import getpass
 import os
 import shutil
 import socket
@@ -9,11 +10,10 @@ from pathlib import Path
 
 import boto3
 from botocore.config import Config
-from runs import REPOSITORY
+from runs import CACHE, REPOSITORY
 
 from layerproof.files import sha256
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
 PINNED = REPOSITORY / "requirements/swift.txt"
 RINGS = ("account", "container", "object")
 CLUSTER = """
@@ -93,7 +93,7 @@ class Swift:
                         [self.programs / "swift-ring-builder", builder, *command], check=True, capture_output=True
                     )
             settings = (COMMON + (STORE if name in RINGS else PROXY)).format(
-                name=name, port=port, folder=self.folder, user=_user()
+                name=name, port=port, folder=self.folder, user=getpass.getuser()
             )
             (self.folder / f"{name}.conf").write_text(settings)
             with open(self.folder / f"{name}.log", "wb") as log:
@@ -163,9 +163,3 @@ def _free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
-
-
-def _user() -> str:
-    import getpass
-
-    return getpass.getuser()

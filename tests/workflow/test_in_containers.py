@@ -8,14 +8,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, Workflow
+from runs import CACHE, REPOSITORY, Workflow
 
 from layerproof.files import digest_of, sha256
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.workflow]
 
 SCRIPTS = REPOSITORY / "tests/containers"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
             wanted = tensors.dtypes(file, "golden")
         with tensors.reading(port_file) as file:
             found = tensors.dtypes(file, "port")
-            tracing = tensors.document(file, tensors.COMPILED) if tensors.COMPILED in file else None
+            tracing = tensors.document_if_there(file, tensors.COMPILED)
     except StageError:
         return result
     held = {name: one["dtype"] for name, one in golden.items()}

@@ -76,6 +76,5 @@ def make_stage(stage: str, file: Path, tokens: Tokens, output: Path) -> None:
             f"{file}: has shape {list(tensor.shape)} for {batch} prompts of up to {length} tokens. Capture all prompts of "
             "results/tokens.json as one batch, padded on the right, without sequence parallelism."
         )
-    held = tensor if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32) else tensor.float()
-    array = tensors.to_array(held[:batch, :length])
+    array = tensors.to_array(tensors.storable(tensor[:batch, :length]))
     tensors.write(output, {"port": {OUT: array}}, valid=tokens.valid, attributes={"stage": stage})

@@ -135,14 +135,14 @@ def take_golden(args: argparse.Namespace) -> None:
     own = stored.Own(weights, args.tokens, args.config, before)
     job = _job(args, [args.stored, weights, args.tokens, args.config, *before])
 
+    damaged = read_json(weights).get("error")
+
     def work() -> Mapping[str, Any]:
-        description = read_json(weights)
-        if "error" in description:  # as the golden's own job has it
-            raise StageError(description["error"])
+        if damaged:  # as the golden's own job has it
+            raise StageError(damaged)
         stored.check(args.stored, own, args.spec)
         return _made(stored.unpack(args.stored, args.outputs))
 
-    damaged = "error" in read_json(weights)
     jobs.run(job, work, functools.partial(_leave_error, job) if damaged else None)
 
 

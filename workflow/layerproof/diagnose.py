@@ -163,7 +163,8 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
 
 def _moved_by_compiling(port: Path) -> list[str]:
     with tensors.reading(port) as file:
-        return moved_by_compiling(tensors.document(file, tensors.COMPILED)) if tensors.COMPILED in file else []
+        tracing = tensors.document_if_there(file, tensors.COMPILED)
+    return moved_by_compiling(tracing) if tracing else []
 
 
 def load(stage: Stage, device: torch.device) -> tuple[GoldenStage, GoldenStage]:

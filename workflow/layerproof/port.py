@@ -37,7 +37,6 @@ from layerproof import checkpoint, compiled, distributed, provenance, tensors
 from layerproof.errors import StageError
 from layerproof.files import digest_of
 from layerproof.fingerprint import unrecorded
-from layerproof.metrics import STORAGE
 from layerproof.stages import EMBED, layer_of
 from layerproof.taps import OUT, check_canonical, collecting, in_order, tap
 from layerproof.tokens import Tokens
@@ -296,7 +295,7 @@ def _write(
     attributes: Mapping[str, Any],
     documents: Mapping[str, Any] | None = None,
 ) -> None:
-    taps = {name: tensors.to_array(_storable(found[name])) for name in in_order(found)}
+    taps = {name: tensors.to_array(tensors.storable(found[name])) for name in in_order(found)}
     tensors.write(output, {"port": taps}, valid=runner.tokens.valid, attributes=attributes, documents=documents)
 
 
@@ -319,7 +318,7 @@ def run_chain(
             job = replace(job, stage=stage, description=descriptions[stage])
             output = _prepare(job).forward(with_taps=False)[OUT]
             job = replace(job, x=output.to(job.dtype))  # as a stage gets it from a file
-        return tensors.to_array(_storable(_on_host({OUT: output})[OUT]))
+        return tensors.to_array(tensors.storable(_on_host({OUT: output})[OUT]))
 
 
 @dataclass(frozen=True)
@@ -507,15 +506,6 @@ def _hook(name: str) -> Callable[[nn.Module, Any, Any], Any]:
         return tap(name, output)
 
     return hand_over
-
-
-def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in a dtype that files hold: small integers and fp8 in wider ones, complex numbers as pairs."""
-    if tensors.dtype_name(tensor) in STORAGE:
-        return tensor
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
 def _on_host(taps: Taps) -> Taps:

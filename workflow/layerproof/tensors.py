@@ -20,7 +20,7 @@ import numpy as np
 
 from layerproof.errors import StageError, StageMissing
 from layerproof.files import canonical_json, replacing
-from layerproof.metrics import Tensor, statistics
+from layerproof.metrics import STORAGE, Tensor, statistics
 from layerproof.noise import Noise
 from layerproof.taps import OUT
 
@@ -47,6 +47,17 @@ def to_array(tensor: torch.Tensor) -> Tensor:
     tensor = tensor.detach().cpu().contiguous()
     bits = tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
     return Tensor(bits, dtype_name(tensor))
+
+
+def storable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that files hold: small integers and fp8 in wider ones, complex numbers as pairs."""
+    import torch
+
+    if dtype_name(tensor) in STORAGE:
+        return tensor
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
 def to_torch(array: Tensor) -> torch.Tensor:
@@ -343,6 +354,11 @@ def read_document(path: Path, name: str) -> Any:
 def document(file: h5py.File, name: str) -> Any:
     """A JSON value of an open file."""
     return json.loads(cast("h5py.Dataset", file[name])[...].tobytes())
+
+
+def document_if_there(file: h5py.File, name: str) -> Any:
+    """As `document`, or None where the file has none of that name."""
+    return document(file, name) if name in file else None
 
 
 def check(path: Path) -> None:
