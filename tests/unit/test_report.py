@@ -21,6 +21,10 @@ def sentences(comparisons, chains=(), diagnoses=()):
     return report.verdict_sentences(verdicts, comparisons, chains, diagnoses, reports.LIMIT)
 
 
+def not_looked_at(comparisons, chains):
+    return report.what_was_not_compared(comparisons, chains, reports.CONFIG)
+
+
 def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings=(), trimmed=(), **config):
     verdicts = reports.collect(comparisons, chains, diagnoses)
     settings = reports.CONFIG | config
@@ -164,6 +168,19 @@ def test_a_captured_model_that_goes_wrong_is_no_pass():
         "Every stage passes alone, but the compiled model that was captured goes wrong behind layer_000, by layer_001."
     )
     assert "in what compiling the whole adds" in because
+
+
+def test_of_a_captured_model_with_a_file_that_cannot_be_used_the_rest_is_told():
+    comparisons, _ = reports.good()
+    chain = captured(comparisons, "layer_001")
+    chain["stages"]["layer_000"] = {"status": "error", "reason": "layers.0_output.pt: cannot be read as a tensor"}
+    headline, wrong, _ = sentences(comparisons, [chain | {"status": "error"}])
+    assert "chain captured broke at layer_000" in headline
+    assert wrong == "The compiled model that was captured goes wrong behind embed, by layer_001."
+    right = chain | {"status": "error", "first_wrong": None}
+    _, told, _ = sentences(comparisons, [right])
+    assert "strays no further" in told and "layer_000" not in told
+    assert any(one.startswith("Chain captured has not layer_000:") for one in not_looked_at(comparisons, [right]))
 
 
 def test_a_captured_model_is_told_beside_what_passes_and_what_fails():

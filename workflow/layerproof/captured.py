@@ -60,9 +60,8 @@ def make_stage(stage: str, file: Path, tokens: Tokens, output: Path) -> None:
 
     try:
         tensor = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a foreign or damaged file makes of it
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise StageError(f"{file}: cannot be read as a tensor ({reason}). Capture it again.") from error
+    except Exception as error:  # whatever a foreign or damaged file makes of it; torch's advice is to run what is in it
+        raise StageError(f"{file}: cannot be read as a tensor ({type(error).__name__}). Capture it again.") from error
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
         raise StageError(f"{file}: holds no tensor of floats. Capture it again.")
     if tensor.numel() == 1:

@@ -134,6 +134,7 @@ def verdict_sentences(
         )
         return [
             f"Every stage passes alone, but chain {broken[0]['chain']} broke at {stage}: {_stopped(entry['reason'])}",
+            *_captured(chains, alone=False),
             f"{_count(len(comparisons), 'stage')} and {_count(agreeing, 'tap')} agree with the golden.",
         ]
     if any(chain["first_wrong"] for chain in chains):
@@ -162,7 +163,10 @@ def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
     """What came out of the compiled model that was captured, if one was; `alone` if every stage passes alone."""
     for chain in chains:
         if chain["chain"] == CAPTURED:
-            first, order = chain["first_wrong"], list(chain["stages"])
+            first = chain["first_wrong"]
+            order = [stage for stage, entry in chain["stages"].items() if entry["status"] not in NOT_COMPARED]
+            if not order:
+                return []
             if not first:
                 return [f"The compiled model that was captured strays no further than right ones do ({ranges(order)})."]
             before = order[: order.index(first)]
@@ -481,7 +485,8 @@ def what_was_not_compared(
     for chain in chains:
         for stage, entry in chain["stages"].items():
             if entry["status"] == "error":
-                sentences.append(f"Chain {chain['chain']} ends at {stage}: {_stopped(entry['reason'])}")
+                what = "has not" if chain["chain"] == CAPTURED else "ends at"
+                sentences.append(f"Chain {chain['chain']} {what} {stage}: {_stopped(entry['reason'])}")
     sentences += _experts_without_tokens(comparisons)
     lengths = _prompt_lengths(comparisons)
     if lengths:
