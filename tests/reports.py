@@ -13,6 +13,7 @@ CONFIG = {
     "layers": "all",
     "chains": ["all"],
     "golden": {"device": "auto", "dtype": "bfloat16"},
+    "parallel": {"tp": 1},
     "port": {"backend": "xla", "module": "ports/small.py", "dtype": "bfloat16", "compile": None, "options": {}},
     "compare": {"limit": LIMIT},
 }

@@ -58,11 +58,15 @@ class Stage:
             groups[side]["router.choice"] = integers(self.choices[side])
         tensors.write(self.golden_path, groups, valid=self.valid, attributes={"device": "cpu"})
 
-    def write_port(self):
+    def write_port(self, ranks=None, **summed):
         taps = {name: bfloat16(values) for name, values in self.port.items()}
         if "port" in self.choices:
             taps["router.choice"] = integers(self.choices["port"])
-        tensors.write(self.port_path, {"port": taps}, valid=self.valid, attributes={"device": "CPU", "kind": "ab12"})
+        groups = {"port": taps} | (
+            {"summed": {name: float32(values) for name, values in summed.items()}} if summed else {}
+        )
+        attributes, documents = {"device": "CPU", "kind": "ab12"}, {tensors.RANKS: ranks} if ranks else None
+        tensors.write(self.port_path, groups, valid=self.valid, attributes=attributes, documents=documents)
 
     def write(self):
         self.write_golden()
@@ -119,6 +123,44 @@ def test_padding_does_not_fail(stage):
         values[1, 5:] = np.nan
     stage.choices["port"][1, 5:] = [5, 5]
     assert stage.write().compare()["status"] == "pass"
+
+
+def test_ranks_that_differ_fail_though_the_first_is_right(stage):
+    stage.write_golden()
+    ranks = {"count": 4, "copies": {}, "differ": {"attn.out": {"rank": 3, "change": 0.5}}}
+    stage.write_port(ranks)
+    assert stage.compare()["status"] == "fail"
+    assert stage.compare()["reason"] == (
+        "attn.out: ranks 0 and 3 differ (relative L2 0.5), where all should have the same"
+    )
+    ranks["differ"]["attn.out"] = {"rank": 3, "change": None}
+    stage.write_port(ranks)
+    assert "differ (in shape or in what is not finite)" in stage.compare()["reason"]
+    ranks["differ"]["attn.out"] = {"rank": 3, "change": 2**-9}
+    stage.write_port(ranks)
+    assert stage.compare()["status"] == "pass"
+
+
+def test_a_sum_over_the_ranks_that_is_missing_is_told(stage):
+    whole, stage.port["attn.out"] = stage.port["attn.out"], stage.port["attn.out"] / 4
+    stage.write_golden()
+    ranks = {"count": 4, "copies": {}, "differ": {"attn.out": {"rank": 3, "change": 0.5}}}
+    stage.write_port(ranks, **{"attn.out": whole})
+    assert stage.compare()["reason"].endswith("their sum is right, so it is the sum over the ranks that is missing")
+    stage.write_port(ranks, **{"attn.out": 2 * whole})
+    assert stage.compare()["reason"].endswith("where all should have the same")
+
+
+def test_ranks_that_all_have_one_part_are_told(stage):
+    for side in (stage.truth, stage.golden, stage.port):
+        side["attn.q"] = side["attn.out"]
+    stage.port["attn.q"] = stage.port["attn.q"][:, :, : HIDDEN // 4]
+    stage.write_golden()
+    stage.write_port({"count": 4, "copies": {"attn.q": 4}, "differ": {}})
+    assert stage.compare()["reason"] == "attn.q: all 4 ranks have the same part of it, and the others are nowhere"
+    stage.port["attn.q"] = stage.golden["attn.q"]
+    stage.write_port({"count": 4, "copies": {"attn.q": 2}, "differ": {}})
+    assert stage.compare()["status"] == "pass", "key/value heads of which there are fewer than ranks"
 
 
 def test_tap_that_the_port_lacks_is_missing(stage):

@@ -178,6 +178,15 @@ WRONG = {
         changed(port__backend="nxdi", port__compile="xla", port__nxdi={"cpu_mode": True}),
         ["port.compile: NxD's CPU mode has no XLA device", "Set it or port.nxdi.cpu_mode off"],
     ),
+    "ranks of a model that one has whole": (
+        changed(port__backend="transformers", parallel__tp=2),
+        ["parallel.tp: port.backend transformers runs the unmodified stage", "Write tp: 1"],
+    ),
+    "ranks compiled for one core": (
+        changed(port__compile="neuron", parallel__tp=2),
+        ["port.compile: neuron compiles for one core. With parallel.tp write xla", "port.captured"],
+    ),
+    "no rank at all": (changed(parallel__tp=0), ["parallel.tp: 0 must be at least 1"]),
     "compiled for another device than it runs on": (
         changed(port__compile="neuron", port__device="CPU"),
         ["port.compile: what neuron compiles runs on Neuron, and port.device is CPU", "Write port.device: NEURON"],

@@ -90,7 +90,7 @@ def test_errors_of_the_installed_torch_are_among_them(provoke):
     ],
 )
 def test_a_stage_says_what_its_error_means(error):
-    told = jobs._as_stage_error(error)
+    told = jobs.as_stage_error(error)
     assert known_errors.explained("KeyError: 'xla'") in str(told) or "no XLA device in this process" in str(told)
     assert "\n" not in str(told) and isinstance(told, StageMissing) == isinstance(error, StageMissing)
 

@@ -31,6 +31,18 @@ def neuron_ls(name, **environment):
     return list(preflight.check_neuron_ls(0, (FIXTURES / name).read_text(), PREDICTION, environment))
 
 
+def test_each_rank_wants_a_core():
+    text = (FIXTURES / "neuron-ls-trn1.2xlarge.json").read_text()
+
+    def found(ranks, **environment):
+        return {check.name: check for check in preflight.check_neuron_ls(0, text, PREDICTION, environment, ranks)}
+
+    assert "ranks" not in found(2)
+    assert "by 2 ranks, 4.29 GB" in found(2)["device memory"].text and "ranks" not in found(1)["device memory"].text
+    assert (found(3)["ranks"].status, found(3)["ranks"].text) == ("fail", "3 ranks, and 2 cores that they may use")
+    assert found(2, NEURON_RT_VISIBLE_CORES="1")["ranks"].text == "2 ranks, and 1 cores that they may use"
+
+
 def test_nvidia_smi_is_read():
     text = "NVIDIA H100 80GB HBM3, 81559, 4, 550.90.07\nNVIDIA A100-SXM4-80GB, 81920, 75899, 535.104.05\n"
     assert preflight.parse_nvidia_smi(text) == [

@@ -92,12 +92,13 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
         )
         for name, entry in conversion["parameters"].items()
     ]
-    books = _Books(description["tensors"], held, port_dtype, conversion["reads"], parameters)
+    ranks = conversion.get("ranks", 1)
+    books = _Books(description["tensors"], held, port_dtype, conversion["reads"], parameters, ranks)
     findings = [*books.dtypes(), *books.use(), *books.layout(), *_activations(found, wanted)]
     if tracing:
         findings += _compiled(tracing)
     return result | {
-        "port": _by_dtype((parameter.dtype, parameter.bytes) for parameter in parameters),
+        "port": _by_dtype((parameter.dtype, ranks * parameter.bytes) for parameter in parameters),
         "findings": [{"kind": kind, "note": kind in NOTES, "text": text} for kind, text in findings],
     }
 
@@ -115,6 +116,8 @@ class _Books:
     port_dtype: str
     reads: Mapping[str, int]
     parameters: Sequence[Parameter]
+    ranks: int
+    """Ranks that hold a part or all of each tensor; `parameters` are those of the first one."""
 
     def dtypes(self) -> Iterator[Finding]:
         """Parameters that are wider than need be, or narrower than the golden's."""
@@ -162,7 +165,7 @@ class _Books:
                 yield "twice", f"{_names(sources)}: loaded more than once, into {names}."
             elif parts > whole:
                 yield "twice", f"{names}: has {parts / whole:.4g} times the elements of {_names(sources)}."
-            elif parts < whole:
+            elif parts * self.ranks < whole:
                 yield "in part", f"{_names(sources)}: only {parts / whole:.2%} of it went into {names}."
 
     def layout(self) -> Iterator[Finding]:
@@ -244,6 +247,13 @@ def _compiled(tracing: Mapping[str, Any]) -> Iterator[Finding]:
             "constant baked in",
             f"{constant['name'] or 'a tensor'} ({constant['dtype']}, {constant['shape']}): a constant of the compiled "
             "graph, being no parameter and no buffer. Register it, or each layer and rank needs a graph of its own.",
+        )
+    if ranks := tracing.get("other_on_ranks"):
+        yield (
+            "rank baked in",
+            f"traced on rank {ranks[0]} it is another graph than on rank 0: forward computes with the number of its rank, "
+            "or with a tensor that is no parameter and no buffer. Where one graph is compiled for all ranks, each would do "
+            "what rank 0 does. Make the rank a parameter.",
         )
     for name, (eager, compiled) in tracing["dtypes"].items():
         yield "compiled dtype", f"{name}: {compiled} when it is compiled, {eager} when it is not."

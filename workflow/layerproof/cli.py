@@ -9,18 +9,19 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerproof import fingerprint, jobs, manifest, stored, trimming, verdicts
+from layerproof import fingerprint, jobs, manifest, ranks, stored, trimming, verdicts
 from layerproof.errors import StageError, UserError
 from layerproof.files import digest_of, read_json, write_json, write_text
 from layerproof.fingerprint import unrecorded
 from layerproof.records import Record
 
 if TYPE_CHECKING:
+    from layerproof.metrics import Tensor
     from layerproof.port import Runner
     from layerproof.whole import Whole
 
@@ -164,6 +165,7 @@ def make_port(args: argparse.Namespace) -> None:
     Each stage has its own stamp and record, so only those that changed, and those that their change reaches, run again.
     """
     weights = {path.stem: path for path in args.weights}
+    is_traced = args.spec["compile"] and "chain" not in args.spec
 
     @fingerprint.cached
     def start() -> Runner:
@@ -172,25 +174,41 @@ def make_port(args: argparse.Namespace) -> None:
 
         return port.Runner.start(_checkpoint(args), tokens.Tokens.read(args.tokens), args.spec)
 
-    def make_stage(weights: Path, before: Path | None, source: str, output: Path) -> Mapping[str, Any]:
-        with unrecorded():
-            from layerproof import port, tensors
+    def read(weights: Path, before: Path | None, source: str) -> tuple[Any, Tensor | None]:
+        """What a stage is made of; what it lacks is told before minutes are spent on a device."""
+        from layerproof import tensors
 
-        # Read first: what the stage lacks is told before minutes are spent on a device.
         description = read_json(weights)
         if "error" in description:
             raise StageError(description["error"])
-        fed = tensors.read_stage_input(before, source) if before else None
+        return description, tensors.read_stage_input(before, source) if before else None
+
+    def make_stage(weights: Path, before: Path | None, source: str, output: Path) -> Mapping[str, Any]:
+        with unrecorded():
+            from layerproof import port
+
         output = output.absolute()  # before the port's code runs, which may change the directory
         run = port.chain_stage if "chain" in args.spec else port.make_stage
-        return run(start(), output.stem, description, fed, output)
+        description, fed = read(weights, before, source)
+        return run(start(), weights.stem, description, fed, output)
+
+    def trace_stage(weights: Path, before: Path | None, source: str) -> tuple[dict[str, Any], str]:
+        with unrecorded():
+            from layerproof import distributed, port
+
+        description, fed = read(weights, before, source)
+        distributed.pretend()
+        return port.trace_stage(start(), weights.stem, description, fed)
 
     tasks: list[tuple[jobs.Job, jobs.Work]] = []
     before, source = _only(args.previous), "golden/out"
     for output, stamp, record in zip(args.outputs, args.stamp, args.record, strict=True):
         inputs = tuple(path for path in (weights[output.stem], args.tokens, args.config, before) if path)
         job = jobs.Job(args.verb, args.spec | {"stage": output.stem}, stamp, inputs, (output,), record)
-        tasks.append((job, functools.partial(make_stage, weights[output.stem], before, source, output)))
+        files = weights[output.stem], before, source
+        trace = functools.partial(trace_stage, *files) if is_traced else None
+        make = functools.partial(make_stage, *files)
+        tasks.append((job, functools.partial(_by_ranks, args, make, output, trace)))
         before, source = output, "port/out"
     args.apart(tasks, _leave_error)
 
@@ -215,22 +233,25 @@ def make_forced(args: argparse.Namespace) -> None:
     stage = output.stem
     previous = _only(args.previous)
 
-    def work() -> None:  # reads all its files before the port's code runs, which may change the directory
-        from layerproof import tensors
-
-        if read_json(args.comparison)["status"] != "fail":
-            if not tensors.is_empty(output):  # an equal output is left alone, and what depends on it
-                tensors.write(output, {}, attributes={"stage": stage})
-            return
+    def force(output: Path) -> None:  # reads all its files before the port's code runs, which may change the directory
         with unrecorded():
-            from layerproof import port, tokens
+            from layerproof import port, tensors, tokens
 
-        trimming.require_whole(args.golden)
         golden = tensors.read_group(args.golden[0], "golden")
         fed = tensors.read_stage_input(previous, "golden/out") if previous else None
         prompts, description = tokens.Tokens.read(args.tokens), read_json(args.weights[0])
         runner = port.Runner.start(_checkpoint(args), prompts, args.spec)
         port.force_stage(runner, stage, description, fed, golden, output)
+
+    def work() -> Mapping[str, Any]:
+        from layerproof import tensors
+
+        if read_json(args.comparison)["status"] == "fail":
+            trimming.require_whole(args.golden)
+            return _by_ranks(args, force, output)
+        if not tensors.is_empty(output):  # an equal output is left alone, and what depends on it
+            tensors.write(output, {}, attributes={"stage": stage})
+        return {}
 
     inputs = [args.comparison, *args.golden, *args.weights, args.tokens, args.config, *args.previous]
     args.apart([(_job(args, inputs), work)], _leave_error)
@@ -317,20 +338,32 @@ def make_bisection(args: argparse.Namespace) -> None:
     golden, noise = ({path.stem: path.absolute() for path in paths} for paths in (args.golden, args.noise))
     previous = _only(args.previous)
 
-    def work() -> None:
+    def work() -> Mapping[str, Any]:
         with unrecorded():
             from layerproof import bisect, port, tensors, tokens
 
         prompts = tokens.Tokens.read(args.tokens)
         descriptions = {path.stem: read_json(path) for path in args.weights}
         fed = tensors.read_stage_input(previous, "golden/out") if previous else None
-        runner = port.Runner.start(_checkpoint(args), prompts, args.spec)
-        run = functools.partial(port.run_chain, runner, descriptions, fed)
+        count, code = args.spec["tp"], {}
+
+        @fingerprint.cached
+        def start() -> Runner:
+            return port.Runner.start(_checkpoint(args), prompts, args.spec)
+
+        def run(stages: Sequence[str]) -> Tensor:
+            if count == 1:
+                return port.run_chain(start(), descriptions, fed, stages)
+            made = ranks.run(count, lambda rank: port.run_chain(start(), descriptions, fed, stages))
+            code.update(ranks.code_of(made))
+            return made[0].value
+
         content = bisect.bisect(args.spec["stages"], run, golden, noise, prompts.valid)
         left_out = args.spec["left_out"]  # chains have no gap
         if left_out:
             print(f"{', '.join(left_out)}: behind a gap in layers (config.yaml), so not looked at")
         write_json(output, content | {"left_out": left_out})
+        return {jobs.CODE: code}
 
     jobs.run(_job(args, [*args.golden, *args.noise, *args.weights, args.tokens, args.config, *args.previous]), work)
 
@@ -510,6 +543,36 @@ def verify(args: argparse.Namespace) -> int:
 
 def gate(args: argparse.Namespace) -> int:
     return verdicts.gate(args.verdicts)
+
+
+def _by_ranks(
+    args: argparse.Namespace,
+    make: Callable[[Path], Mapping[str, Any] | None],
+    output: Path,
+    trace: Callable[[], tuple[dict[str, Any], str]] | None = None,
+) -> Mapping[str, Any]:
+    """A file of the port that `make` writes: here, or by several ranks a part each, which are put together. With `trace`
+    these tell of their graphs, too. Returns facts for the record.
+    """
+    count = args.spec["tp"]
+    if count == 1:
+        return make(output) or {}
+    parts = [output.with_name(f"{output.name}.{rank}.tmp") for rank in range(count)]
+
+    def join(graphs: Sequence[tuple[dict[str, Any], str]]) -> None:
+        from layerproof import shards, tokens
+
+        shards.join(parts, output, tokens.Tokens.read(args.tokens).valid, graphs)
+
+    try:
+        made = ranks.run(count, lambda rank: make(parts[rank]))
+        traced = ranks.run(count, lambda rank: trace()) if trace else []
+        joined = ranks.run(1, lambda rank: join([one.value for one in traced]))
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)
+    facts = {"ranks": count, "peak_rss_bytes": sum(one.peak_rss_bytes for one in made)}
+    return {**(made[0].value or {}), **facts, jobs.CODE: ranks.code_of([*made, *traced, *joined])}
 
 
 def _job(args: argparse.Namespace, inputs: Sequence[Path], **more: Any) -> jobs.Job:

@@ -16,13 +16,13 @@ from layerproof.logits import compare_logits
 from layerproof.metrics import Tensor, compare, judge
 from layerproof.noise import Noise
 from layerproof.routing import AFTER_ROUTER, Routing, compare_choices, experts_chosen
+from layerproof.shards import Ranks
 from layerproof.stages import LM_HEAD
 from layerproof.taps import OUT, in_order
 
 SCHEMA_VERSION = 1
 CHANGED_BY = 2.0
 """A stage amplifies if the propagated error grows by more than this factor in it, and recovers if it shrinks by as much."""
-
 STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf")
 
 
@@ -49,7 +49,8 @@ def compare_stage(
                     found = tensors.taps(port_file, "port")
                     result["statistics"]["port"] = _statistics(found)
                     result["port"] = tensors.attributes(port_file)
-                    result |= compare_taps(stage, found, wanted, truth, bands, valid, limit)
+                    of_ranks = Ranks.of(port_file)
+                    result |= compare_taps(stage, found, wanted, truth, bands, valid, limit, of_ranks)
             except StageError as error:
                 tensors.check(golden)  # damage in the golden's data shows only here, and is no fault of the port's file
                 result["taps"] = {name: _failed(error) for name in in_order(wanted)}
@@ -71,6 +72,7 @@ def compare_taps(
     noise: Mapping[str, Noise],
     valid: np.ndarray,
     limit: float,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Status, taps, routing and errors of a stage from its tensors; `noise` may know some of the taps or none."""
     routing = _routing(found, wanted, truth, valid, valid & ~noise[OUT].compared if OUT in noise else None)
@@ -81,15 +83,18 @@ def compare_taps(
             taps[name] = {"status": "missing", "reason": "the port hands no tensor over for this tap"}
             continue
         left_out = routing.left_out if routing and name in AFTER_ROUTER else None
-        taps[name] = judge(
-            *(found[name], wanted[name], truth[name], valid, limit, left_out, noise.get(name)),
-            experts=experts if name in AFTER_ROUTER else None,
-        )
+        sides = wanted[name], truth[name], valid, limit, left_out, noise.get(name)
+        taps[name] = judge(found[name], *sides, experts=experts if name in AFTER_ROUTER else None)
         if left_out is not None and valid.any() and left_out[valid].all():
             taps[name]["reason"] = "nothing was compared: at every token experts are nearly tied. Give more tokens."
         if routing and routing.compared and name == "router.choice":
             reason = routing.reason()
             taps[name] |= {"status": "fail" if reason else "pass", "reason": reason}
+        if ranks:
+            summed = ranks.summed.get(name)
+            is_sum_right = summed is not None and judge(summed, *sides)["status"] == "pass"
+            if reason := ranks.reason(name, found[name], wanted[name], is_sum_right):
+                taps[name] |= {"status": "fail", "reason": reason}
     failed = [name for name, tap in taps.items() if tap["status"] == "fail"]
     status = "fail" if failed else taps[OUT]["status"]
     reason = f"{failed[0]}: {taps[failed[0]]['reason']}" if failed else taps[OUT]["reason"]

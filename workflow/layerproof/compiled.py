@@ -139,14 +139,12 @@ class _Called(nn.Module):
 
 def describe(stage: Stage, compiled: Taps, eager: Taps) -> dict[str, Any]:
     """What tracing and compiling changed, as JSON: of each tap of floats the relative L2 `change` from `eager` to `compiled`
-    (null if shapes or what is not finite differ), and its `dtypes` where they differ; the `constants` in the graph that are
-    more than a number; and whether the graph `depends_on_values`, because the same stage gives another graph when it is
-    traced on other values.
+    (null if shapes or what is not finite differ), and its `dtypes` where they differ; and what `graph_of` tells.
 
     Both `Taps` are on the host.
     """
-    (_, graph), (_, other) = (stage.traced(trace_xla, False, inputs) for inputs in (stage.inputs, stage.others))
     both = [name for name in eager if name in compiled]
+    facts, _ = graph_of(stage)
     return {
         "change": {name: _change(compiled[name], eager[name]) for name in both if eager[name].is_floating_point()},
         "dtypes": {
@@ -154,9 +152,18 @@ def describe(stage: Stage, compiled: Taps, eager: Taps) -> dict[str, Any]:
             for name in both
             if eager[name].dtype != compiled[name].dtype
         },
-        "constants": [_constant(tensor, stage.module) for tensor in graph.constants if tensor.numel() > 1],
-        "depends_on_values": graph.digest != other.digest,
+        **facts,
     }
+
+
+def graph_of(stage: Stage) -> tuple[dict[str, Any], str]:
+    """What tracing alone tells of a stage, as JSON: the `constants` in the graph that are more than a number, and whether it
+    `depends_on_values`, because the same stage gives another graph when it is traced on other values. And its digest.
+    """
+    (_, graph), (_, other) = (stage.traced(trace_xla, False, inputs) for inputs in (stage.inputs, stage.others))
+    assert graph.digest is not None
+    constants = [_constant(tensor, stage.module) for tensor in graph.constants if tensor.numel() > 1]
+    return {"constants": constants, "depends_on_values": graph.digest != other.digest}, graph.digest
 
 
 def _change(compiled: torch.Tensor, eager: torch.Tensor) -> float | None:

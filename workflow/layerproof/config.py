@@ -210,6 +210,7 @@ def _check_files(values: Mapping[str, Any]) -> None:
             f"or {DEFAULT_CHECKPOINT} for the one that the workflow makes."
         )
     _check_storage(values["golden"])
+    _check_parallel(port, values["parallel"]["tp"])
     if port["compile"] and port["backend"] == "nxdi" and port["nxdi"]["cpu_mode"]:
         raise UserError(
             "config.yaml: port.compile: NxD's CPU mode has no XLA device to compile for. Set it or port.nxdi.cpu_mode off."
@@ -223,6 +224,19 @@ def _check_files(values: Mapping[str, Any]) -> None:
     if port["backend"] != "transformers" and is_file and not Path(port["module"]).is_file():
         raise UserError(
             f"config.yaml: port.module: {port['module']} is not there. Name a Python file or a dotted module."
+        )
+
+
+def _check_parallel(port: Mapping[str, Any], tp: int) -> None:
+    if tp > 1 and port["backend"] == "transformers":
+        raise UserError(
+            "config.yaml: parallel.tp: port.backend transformers runs the unmodified stage, which one rank has whole. "
+            "Write tp: 1."
+        )
+    if tp > 1 and port["compile"] == "neuron":
+        raise UserError(
+            "config.yaml: port.compile: neuron compiles for one core. With parallel.tp write xla, which tells whether all "
+            "ranks have one graph, or null; name what a whole compiled model gave in port.captured."
         )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from layerproof.errors import UserError
+from layerproof.ranks import mark
 
 BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
 
@@ -51,7 +52,7 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
         raise UserError(f"RANK and WORLD_SIZE must be numbers ({error}). Correct the launcher's environment.") from None
     device = _device(platform, hardware, rank)
     if not dist.is_initialized():
-        _mark(rank, "init process group")
+        mark(rank, "init process group")
         try:
             dist.init_process_group(
                 BACKENDS[platform],
@@ -63,8 +64,35 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
             raise UserError(
                 f"rank {rank}: no process group at {address} ({error}). Check MASTER_ADDR and MASTER_PORT."
             ) from error
-        _mark(rank, "process group is up")
+        mark(rank, "process group is up")
     return Environment(device, hardware, BACKENDS[platform], rank, world_size)
+
+
+def world_size() -> int:
+    """The number of ranks of this process's group; 1 if it is in none."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_on_host(pjrt_device: str) -> bool:
+    """Whether the ranks of this environment run on the host without XLA: its client for the CPU knows no other process."""
+    hardware = os.environ.get("PJRT_DEVICE", "CPU") if pjrt_device == "auto" else pjrt_device
+    is_pretended = dist.is_initialized() and dist.get_backend() == BACKENDS["xla"]
+    return hardware == "CPU" and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not is_pretended
+
+
+def pretend() -> None:
+    """Joins a group of the environment's rank and size without its other ranks, to trace this one's graph on XLA's CPU: as
+    NxD does to compile for all ranks. Collectives are in the graph, and cannot be run.
+    """
+    os.environ["PJRT_DEVICE"] = "CPU"
+    import torch_xla.distributed.xla_backend  # noqa: F401 registers the backend
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch_xla import runtime
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    runtime.world_size = lambda: world_size  # or torch_xla leaves out collectives, having one device
+    runtime.global_ordinal = lambda: rank
+    dist.init_process_group(BACKENDS["xla"], rank=rank, world_size=world_size, store=FakeStore())
 
 
 def _schedule_for_memory() -> None:
@@ -105,7 +133,3 @@ def _device(platform: str, hardware: str, rank: int) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device(platform)
-
-
-def _mark(rank: int, step: str) -> None:
-    print(f"rank {rank}: {step}", flush=True)

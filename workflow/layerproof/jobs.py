@@ -106,7 +106,7 @@ def run(
                 raise
             if not isinstance(exception, StageError):
                 traceback.print_exc()
-            error = _as_stage_error(exception)
+            error = as_stage_error(exception)
     os.chdir(directory)  # where a port may have left it
     _ran.update(fingerprint.lasting(seen))
     if error is not None and on_error is not None:
@@ -124,7 +124,7 @@ def run(
             "command": shlex.join(["python", "-m", "layerproof", *sys.argv[1:]]),
             "started": started.isoformat(timespec="seconds"),
             "wall_s": round(time.perf_counter() - clock, 3),
-            "peak_rss_bytes": _peak_memory(),
+            "peak_rss_bytes": peak_memory(),
             "host": platform.node(),
             "user": _user(),
             "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -222,7 +222,7 @@ def _forget_peak_memory() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_memory() -> int:
+def peak_memory() -> int:
     """Largest resident size of this process in bytes: since `_forget_peak_memory` where the kernel says that."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
@@ -254,7 +254,7 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def _as_stage_error(exception: BaseException) -> StageError:
+def as_stage_error(exception: BaseException) -> StageError:
     """The error as one line for the report; what is none of ours is named by its type and the line that raised it.
 
     That line is the last one outside of this library and of installed packages, if there is any: the user's.

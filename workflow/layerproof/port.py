@@ -33,7 +33,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from layerproof import checkpoint, compiled, distributed, provenance, tensors
+from layerproof import checkpoint, compiled, distributed, provenance, shards, tensors
 from layerproof.errors import StageError
 from layerproof.files import digest_of
 from layerproof.fingerprint import unrecorded
@@ -103,7 +103,7 @@ class Runner:
             import torch_xla
 
         is_nxdi = settings["backend"] == "nxdi"
-        on_cpu = is_nxdi and settings["nxdi"]["cpu_mode"]
+        on_cpu = distributed.is_on_host(settings["device"]) or (is_nxdi and settings["nxdi"]["cpu_mode"])
         if is_nxdi:
             os.environ["NXD_CPU_MODE"] = str(int(on_cpu))  # before anything of it is imported
         environment = distributed.initialise("cpu" if on_cpu else "xla", settings["device"])
@@ -237,6 +237,8 @@ def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], T
 
 def _trace(runner: Runner, output: Path) -> compiled.Trace | None:
     """How the port's stages are compiled, if they are. What Neuron's compiler writes is kept apart for each output."""
+    if distributed.world_size() > 1:
+        return None  # see trace_stage
     if runner.settings["compile"] == compiled.NEURON:
         folder = COMPILER_FILES / output.parent.name / output.stem
         return compiled.trace_neuron(runner.settings["compiler_flags"], folder)
@@ -265,6 +267,20 @@ def chain_stage(
     return {**facts, "compilations": _compilations() - compilations}
 
 
+def trace_stage(
+    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: tensors.Tensor | None
+) -> tuple[dict[str, Any], str]:
+    """Traces a stage on one of several ranks, as `compiled.graph_of` tells. Its graph is not run: XLA's client for the CPU
+    knows no other process.
+
+    Raises:
+        StageError: if the port fails on this stage.
+    """
+    ready = _prepare(_Job.on_device(runner, stage, description, stage_input))
+    with torch.no_grad():
+        return compiled.graph_of(ready.to_compile())
+
+
 def force_stage(
     runner: Runner,
     stage: str,
@@ -282,10 +298,18 @@ def force_stage(
     """
     job = _Job.on_device(runner, stage, description, stage_input)
     ready = _prepare(job)
-    forced = {name: tensors.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
     with torch.no_grad():
+        if distributed.world_size() > 1:
+            golden = _parts(golden, ready.forward(with_taps=True))
+        forced = {name: tensors.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
         found = _on_host(ready.forward(with_taps=True, forced=forced))
     _write(runner, output, found, {"stage": stage})
+
+
+def _parts(golden: Mapping[str, tensors.Tensor], found: Taps) -> dict[str, tensors.Tensor]:
+    """What this rank holds of the golden's taps, by the shapes of its own."""
+    own = torch.distributed.get_rank(), distributed.world_size()
+    return {name: shards.part(name, golden[name], found[name].shape, *own) for name in golden.keys() & found.keys()}
 
 
 def _write(

@@ -82,7 +82,7 @@ def check_side(
         *check_libraries(side, on_neuron, _installed),
         *(check_nxdi(find_spec) if side == "port" and config["port"]["backend"] == "nxdi" else []),
         *(check_golden_device(config["golden"], prediction) if side == "golden" else []),
-        *(check_neuron(prediction, os.environ) if on_neuron else []),
+        *(check_neuron(prediction, os.environ, config["parallel"]["tp"]) if on_neuron else []),
         check_memory(side, prediction, _available_memory()),
         check_disk(results, prediction, shutil.disk_usage(_existing(results)).free),
         check_checkpoint(directory),
@@ -190,10 +190,10 @@ def _mib(text: str) -> int:
     return int(text) << 20 if text.isdigit() else 0
 
 
-def check_neuron(prediction: Mapping[str, Any] | None, environment: Mapping[str, str]) -> Iterator[Check]:
-    """Neuron's devices and cores, its runtime, and where it keeps what it compiled."""
+def check_neuron(prediction: Mapping[str, Any] | None, environment: Mapping[str, str], ranks: int) -> Iterator[Check]:
+    """Neuron's devices and cores, of which each rank takes one, its runtime, and where it keeps what it compiled."""
     code, output = _run(shutil.which("neuron-ls") or f"{NEURON_TOOLS}/neuron-ls", "--json-output", "--show-all-procs")
-    yield from check_neuron_ls(code, output, prediction, environment)
+    yield from check_neuron_ls(code, output, prediction, environment, ranks)
     runtime = ctypes.util.find_library("nrt") or next(Path("/opt/aws/neuron/lib").glob("libnrt.so*"), None)
     if runtime:
         yield Check("runtime", OK, f"{runtime}")
@@ -205,7 +205,7 @@ def check_neuron(prediction: Mapping[str, Any] | None, environment: Mapping[str,
 
 
 def check_neuron_ls(
-    code: int | None, output: str, prediction: Mapping[str, Any] | None, environment: Mapping[str, str]
+    code: int | None, output: str, prediction: Mapping[str, Any] | None, environment: Mapping[str, str], ranks: int = 1
 ) -> Iterator[Check]:
     """What `neuron-ls --json-output --show-all-procs` says, which ended with `code` (None: it is not there)."""
     if code is None:
@@ -231,14 +231,18 @@ def check_neuron_ls(
         free = sum(device.cores for device in devices if not device.users)
         text = f"{free} of {cores} cores are on devices that nobody uses; processes on the others: {'; '.join(users)}"
         yield Check("cores", WARN if free else FAIL, text, "End these processes, or set NEURON_RT_VISIBLE_CORES.")
-    if visible := environment.get("NEURON_RT_VISIBLE_CORES"):
-        asked = _core_numbers(visible)
-        if not asked or max(asked) >= cores:
-            text = f"NEURON_RT_VISIBLE_CORES={visible} names cores that are not there; they are 0-{cores - 1}"
-            yield Check("visible cores", FAIL, text, "Correct it, or unset it.")
+    visible = environment.get("NEURON_RT_VISIBLE_CORES")
+    usable = _core_numbers(visible) if visible else set(range(cores))
+    if not usable or max(usable) >= cores:
+        text = f"NEURON_RT_VISIBLE_CORES={visible} names cores that are not there; they are 0-{cores - 1}"
+        yield Check("visible cores", FAIL, text, "Correct it, or unset it.")
+    elif ranks > len(usable):
+        text = f"{ranks} ranks, and {len(usable)} cores that they may use"
+        yield Check("ranks", FAIL, text, "Write a smaller parallel.tp, or take a larger host.")
     if prediction:
-        needed = prediction["port"]
-        text = f"the largest stage is foretold to take {size(needed)} of the {size(memory)} of a core"
+        needed = prediction["port"] // ranks
+        share = f", by {ranks} ranks," if ranks > 1 else ""
+        text = f"the largest stage is foretold to take{share} {size(needed)} of the {size(memory)} of a core"
         remedy = "Shard the stage over more cores, or give shorter prompts."
         yield Check("device memory", OK if needed <= memory else WARN, text, None if needed <= memory else remedy)
 

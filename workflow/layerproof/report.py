@@ -402,7 +402,7 @@ def what_was_compared(
     counts = {"pass": 0, "fail": 0, "error": 0, "missing": 0}
     for _, _, tap in _taps(comparisons):
         counts[tap["status"]] += 1
-    golden, port = config["golden"], config["port"]
+    golden, port, ranks = config["golden"], config["port"], config["parallel"]["tp"]
     compared = {
         "Model": config["model"]["checkpoint"],
         "Stages": f"{len(comparisons)}: {ranges([comparison['stage'] for comparison in comparisons])}",
@@ -414,7 +414,7 @@ def what_was_compared(
         "Inputs": _inputs_text(_prompt_lengths(comparisons), config["inputs"]),
         "Golden": f"{golden['dtype']} on {_devices(comparisons, 'golden')}; truth in float32",
         "Port": f"{port['module'] if port['backend'] != 'transformers' else 'transformers'}, {port['dtype']} on "
-        f"{_devices(comparisons, 'port')}",
+        f"{f'{ranks} ranks on ' if ranks > 1 else ''}{_devices(comparisons, 'port')}",
         "Rule": f"a tap passes if R is at most {config['compare']['limit']:g} times what legitimate variants of the golden "
         "reach, where R is the error of the port in units of the error of the golden, both against the fp32 truth, taken "
         "element by element; its "

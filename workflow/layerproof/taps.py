@@ -73,6 +73,13 @@ FEEDS = {
 """What feeds each tap directly, in a layer that has them all."""
 
 
+SPLIT_BY_RANKS = (
+    *("attn.q", "attn.k", "attn.v", "attn.q_norm", "attn.k_norm", "attn.q_rot", "attn.k_rot", "attn.context"),
+    *("mlp.gate", "mlp.up"),
+)
+"""Taps that tensor parallelism splits, along the axis behind batch and seq. Of the others every rank has the whole."""
+
+
 def unseen_before(tap: str, seen: Collection[str]) -> set[str]:
     """The taps where a mistake may have been made that shows at `tap` first: itself, and what feeds it unseen."""
     found = {tap}

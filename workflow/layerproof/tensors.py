@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 1 << 20
-HELD, CONVERSION, COMPILED = "held", "conversion", "compiled"
+HELD, CONVERSION, COMPILED, RANKS = "held", "conversion", "compiled", "ranks"
 """Documents: of a golden's file the weights as they were held, of a port's how its weights were converted,
-and what compiling it changed.
+what compiling it changed, and how its ranks differ.
 """
 NOISE_ARRAYS = ("compared", "token", "channel")
 

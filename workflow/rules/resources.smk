@@ -34,7 +34,8 @@ def memory_of(side, stages_of, at_once=False):
             needed = sum(part["weights"][side] for part in parts) + max(
                 (part[side] - part["weights"][side] for part in parts), default=0
             )
-        return math.ceil(attempt * (IMPORTS + ROOM * needed) / 1e6)
+        processes = SETTINGS["parallel"]["tp"] if side == "port" else 1
+        return math.ceil(attempt * (processes * IMPORTS + ROOM * needed) / 1e6)
 
     return mem_mb
 

@@ -78,6 +78,7 @@ def port_spec(**settings):
             for key, value in SETTINGS["port"].items()
             if key not in ("compile", "compiler_flags", "captured")
         },
+        tp=SETTINGS["parallel"]["tp"],
         **settings,
     )
 
@@ -147,7 +148,10 @@ def preflight_spec(side):
     if side == "golden" and TAKES_GOLDEN:
         return spec("cpu", storage=SETTINGS["golden"]["storage"])
     asked = {"golden": ("device", "mode"), "port": ("device", "backend", "compile")}[side]
-    return spec(side, *PACKAGES, checkpoint_dir=CHECKPOINT, **{side: {key: SETTINGS[side][key] for key in asked}})
+    ranks = {"parallel": SETTINGS["parallel"]} if side == "port" else {}
+    return spec(
+        side, *PACKAGES, checkpoint_dir=CHECKPOINT, **{side: {key: SETTINGS[side][key] for key in asked}}, **ranks
+    )
 
 
 def audit_spec(wildcards):

@@ -6,9 +6,9 @@ from torch import nn
 from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_size
 
 
-def _sharded(parameter, dim):
-    """How `get_sharded_checkpoint` knows what to split."""
-    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+def sharded(parameter, dim, stride=1):
+    """How `get_sharded_checkpoint` knows what to split, as many times as there are tensors one behind the other."""
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, stride
     parameter.num_partitions = get_tensor_model_parallel_size()
     return parameter
 
@@ -46,7 +46,7 @@ class ColumnParallelLinear(nn.Module):
         self.pad_size = -output_size % get_tensor_model_parallel_size() if pad else 0
         rows = (output_size + self.pad_size) // get_tensor_model_parallel_size()
         self.weight = nn.Parameter(torch.empty(rows, input_size, dtype=dtype))
-        _sharded(self.weight, 0)
+        sharded(self.weight, 0)
 
     def forward(self, x):
         made = F.linear(x, self.weight)
@@ -62,7 +62,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         columns = input_size // get_tensor_model_parallel_size()
         self.weight = nn.Parameter(torch.empty(output_size, columns, dtype=dtype))
-        _sharded(self.weight, 1)
+        sharded(self.weight, 1)
 
     def forward(self, x):
         return reduced(F.linear(x, self.weight))
@@ -73,7 +73,7 @@ class ParallelEmbedding(nn.Module):
         super().__init__()
         columns = embedding_dim // get_tensor_model_parallel_size()
         self.weight = nn.Parameter(torch.empty(num_embeddings, columns, dtype=dtype))
-        _sharded(self.weight, 1)
+        sharded(self.weight, 1)
 
     def forward(self, ids):
         return _gathered(F.embedding(ids, self.weight))

@@ -11,8 +11,9 @@ def get_sharded_checkpoint(checkpoint, model, rank, tp_degree, is_cached=False):
         del checkpoint[name]
     for name, parameter in model.named_parameters():
         if name in checkpoint and getattr(parameter, "tensor_model_parallel", False):
-            parts = torch.chunk(checkpoint[name], parameter.num_partitions, dim=parameter.partition_dim)
-            checkpoint[name] = parts[rank]
+            stride, count = parameter.partition_stride, parameter.num_partitions
+            parts = torch.chunk(checkpoint[name], stride * count, dim=parameter.partition_dim)
+            checkpoint[name] = torch.cat(parts[rank::count], parameter.partition_dim) if stride > 1 else parts[rank]
         elif name in checkpoint and name.endswith("rank"):
             checkpoint[name] = checkpoint[name][rank : rank + 1]
         if name in checkpoint and checkpoint[name].shape != parameter.shape:

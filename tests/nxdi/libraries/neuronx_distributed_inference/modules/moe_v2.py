@@ -1,6 +1,6 @@
 import torch
 import torch.nn.functional as F
-from neuronx_distributed.parallel_layers.layers import reduced
+from neuronx_distributed.parallel_layers.layers import reduced, sharded
 from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_size
 from torch import nn
 
@@ -31,11 +31,14 @@ class _MLPOp(nn.Module):
 
     def __init__(self, experts, hidden, intermediate, dtype):
         super().__init__()
-        size = get_tensor_model_parallel_size()
-        assert size == 1, "gate and up of a rank are not one half of it"
+        own = intermediate // get_tensor_model_parallel_size()
         self.gate_up_proj, self.down_proj = nn.Module(), nn.Module()
-        self.gate_up_proj.weight = nn.Parameter(torch.empty(experts, hidden, 2 * intermediate, dtype=dtype))
-        self.down_proj.weight = nn.Parameter(torch.empty(experts, intermediate, hidden, dtype=dtype))
+        gate_up, down = (
+            torch.empty(experts, hidden, 2 * own, dtype=dtype),
+            torch.empty(experts, own, hidden, dtype=dtype),
+        )
+        self.gate_up_proj.weight = sharded(nn.Parameter(gate_up), 2, stride=2)
+        self.down_proj.weight = sharded(nn.Parameter(down), 1)
 
 
 class ExpertMLPsV2(nn.Module):

@@ -3,7 +3,8 @@ a correction bias. `config.mistake` names a mistake of public ports to make.
 """
 
 import torch
-from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, reduced, sharded
+from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_size
 from torch import nn
 
 from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
@@ -46,13 +47,38 @@ class MiniMaxM2InferenceConfig(InferenceConfig):
         return MoENeuronConfig
 
 
+class WholeRMSNorm(CustomRMSNorm):
+    """Over what all ranks have of a projection. A port may norm what each has, or keep the whole weight and take its part by
+    the number of the rank, or, as when that was traced on rank 0, the first part on all.
+    """
+
+    def __init__(self, hidden_size, eps, mistake):
+        size = hidden_size // get_tensor_model_parallel_size()
+        rank = {"rank as number": torch.distributed.get_rank(), "rank 0 for all": 0}.get(mistake)
+        super().__init__(size if rank is None else hidden_size, eps)
+        self.mistake, self.size, self.rank = mistake, size, rank
+        if self.rank is None:
+            sharded(self.weight, 0)
+
+    def forward(self, hidden_states):
+        wide, weight = hidden_states.float(), self.weight.float()
+        squares = wide.square().mean(-1, keepdim=True)
+        if self.mistake != "norm per rank":
+            squares = reduced(squares) / get_tensor_model_parallel_size()
+        if self.rank is not None:
+            weight = weight[self.rank * self.size :][: self.size]
+        return (wide * torch.rsqrt(squares + self.eps) * weight).to(hidden_states.dtype)
+
+
 class NeuronMiniMaxM2Attention(NeuronAttentionBase):
     def __init__(self, config):
         rotary = RotaryEmbedding(config.rotary_dim, config.max_position_embeddings, base=config.rope_theta)
         super().__init__(config, rotary)
         self.rotary_dim = config.rotary_dim
-        self.q_norm = CustomRMSNorm(self.num_heads * self.head_dim, config.rms_norm_eps)
-        self.k_norm = CustomRMSNorm(self.num_key_value_heads * self.head_dim, config.rms_norm_eps)
+        self.q_norm = WholeRMSNorm(config.num_attention_heads * self.head_dim, config.rms_norm_eps, config.mistake)
+        self.k_norm = WholeRMSNorm(config.num_key_value_heads * self.head_dim, config.rms_norm_eps, config.mistake)
+        if config.mistake == "no sum":
+            self.o_proj.o_proj.forward = lambda x: nn.functional.linear(x, self.o_proj.o_proj.weight)
         if config.mistake == "never called":  # as if the method were named otherwise
             self.prep_qkv_tensors = super().prep_qkv_tensors
 

@@ -1,0 +1,110 @@
+"""One file of a stage out of those of its ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerproof import shards, tensors
+from layerproof.metrics import Tensor
+from layerproof.taps import SHAPES, SPLIT_BY_RANKS
+
+VALID = np.ones((2, 3), bool)
+
+
+def float32(values):
+    return Tensor(np.asarray(values, np.float32), "float32")
+
+
+def joined(folder, taps_of_ranks, graphs=()):
+    """The joined file's taps, its document on the ranks, and what it has summed."""
+    paths = [folder / f"{rank}.h5" for rank in range(len(taps_of_ranks))]
+    for rank, (path, taps) in enumerate(zip(paths, taps_of_ranks, strict=True)):
+        documents = {tensors.CONVERSION: {"reads": {}, "parameters": {}}}
+        tensors.write(path, {"port": taps}, valid=VALID, attributes={"kind": f"of rank {rank}"}, documents=documents)
+    output = folder / "out.h5"
+    shards.join(paths, output, VALID, graphs)
+    return tensors.read_group(output, "port"), tensors.read_document(output, tensors.RANKS)
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pieces=st.integers(1, 4), copies=st.integers(1, 4), adjacent=st.booleans(), per_head=st.booleans())
+def test_parts_come_together_and_apart(tmp_path_factory, pieces, copies, adjacent, per_head):
+    count = pieces * copies
+    whole = random(2, 3, pieces * 2, *([5] if per_head else []))
+    cut = np.split(whole, pieces, axis=2)
+    order = [rank // copies if adjacent else rank % pieces for rank in range(count)]
+    parts = [{"attn.k": float32(cut[index]), "out": float32(whole)} for index in order]
+    folder = tmp_path_factory.mktemp("ranks")
+    taps, ranks = joined(folder, parts)
+    assert np.array_equal(taps["attn.k"].data, whole)
+    assert ranks == {"count": count, "copies": {"attn.k": copies} if copies > 1 else {}, "differ": {}}
+    if adjacent:
+        for rank in range(count):
+            part = shards.part("attn.k", float32(whole), cut[0].shape, rank, count)
+            assert np.array_equal(part.data, cut[order[rank]])
+
+
+def test_what_all_ranks_have_is_told_where_it_differs(tmp_path):
+    one, other = random(2, 3, 4), random(2, 3, 4, seed=1)
+    rounded = (one.astype(np.float16)).astype(np.float32)
+    parts = [{"attn.out": float32(one), "mlp.out": float32(one), "out": float32(one)} for _ in range(3)]
+    parts[1]["attn.out"], parts[2]["attn.out"] = float32(other), float32(rounded)
+    parts[2]["out"] = float32(np.where(one > 1, np.nan, one))
+    parts[1]["mlp.out"] = float32(one[:, :, :2])
+    taps, ranks = joined(tmp_path, parts)
+    assert all(np.array_equal(tap.data, one) for tap in taps.values()), "rank 0's"
+    change = np.linalg.norm(other.astype(float) - one) / np.linalg.norm(one.astype(float))
+    assert ranks["differ"]["attn.out"] == {"rank": 1, "change": pytest.approx(change)}
+    assert ranks["differ"]["out"] == {"rank": 2, "change": None}
+    assert ranks["differ"]["mlp.out"] == {"rank": 1, "change": None}
+    summed = tensors.read_group(tmp_path / "out.h5", "summed")
+    assert list(summed) == ["attn.out"]
+    np.testing.assert_allclose(summed["attn.out"].data, one + other + rounded, rtol=1e-6)
+
+
+def test_a_nan_that_all_ranks_have_is_no_difference(tmp_path):
+    values = random(2, 3, 4)
+    values[0, 0, 0] = np.nan
+    _, ranks = joined(tmp_path, [{"out": float32(values)}] * 2)
+    assert ranks["differ"] == {}
+
+
+def test_choices_that_differ_are_not_summed(tmp_path):
+    parts = [{"router.choice": Tensor(np.full((2, 3, 2), rank, np.int32), "int32")} for rank in range(2)]
+    _, ranks = joined(tmp_path, parts)
+    assert ranks["differ"]["router.choice"]["rank"] == 1
+    assert tensors.read_group(tmp_path / "out.h5", "summed") == {}
+
+
+def test_parts_that_do_not_fit_are_left_for_the_comparison(tmp_path):
+    taps, _ = joined(tmp_path, [{"attn.q": float32(random(2, 3, 4))}, {"attn.q": float32(random(2, 2, 4))}])
+    assert taps["attn.q"].shape == (2, 3, 4)
+
+
+def test_facts_are_those_of_rank_0_and_say_how_many_there_were(tmp_path):
+    graph = {"constants": [], "depends_on_values": False}
+    joined(tmp_path, [{"out": float32(random(2, 3, 4))}] * 3, [(graph, "a"), (graph, "a"), (graph, "b")])
+    with tensors.reading(tmp_path / "out.h5") as file:
+        assert tensors.attributes(file)["kind"] == "of rank 0"
+        assert tensors.document(file, tensors.CONVERSION) == {"reads": {}, "parameters": {}, "ranks": 3}
+        assert tensors.document(file, tensors.COMPILED) == graph | {"change": {}, "dtypes": {}, "other_on_ranks": [2]}
+
+
+def test_a_rank_without_a_file_is_told(tmp_path):
+    tensors.write(tmp_path / "0.h5", {"port": {"out": float32(random(2, 3, 4))}})
+    with pytest.raises(tensors.StageError, match=r"1\.h5: is not there"):
+        shards.join([tmp_path / "0.h5", tmp_path / "1.h5"], tmp_path / "out.h5", VALID)
+    assert not (tmp_path / "out.h5").exists()
+
+
+def test_what_ranks_have_whole_is_not_cut():
+    whole = float32(random(2, 3, 8))
+    assert shards.part("attn.out", whole, (2, 3, 4), 1, 2) is whole
+    assert shards.part("attn.q", whole, (2, 3, 8), 1, 2) is whole
+    assert shards.part("attn.q", whole, (2, 3, 3), 1, 2) is whole
+    assert set(SPLIT_BY_RANKS) < set(SHAPES)

@@ -1,0 +1,76 @@
+"""The workflow with a port that is split over ranks."""
+
+import json
+import os
+
+import pytest
+from runs import REPOSITORY, Workflow
+
+pytestmark = pytest.mark.workflow
+
+LIBRARIES = REPOSITORY / "tests/nxdi/libraries"
+MODEL = LIBRARIES / "neuronx_distributed_inference/models/minimax_m2/modeling_minimax_m2.py"
+PORT = "workflow/ports/minimax_m2_tp.py"
+
+
+def read(workflow, name):
+    return json.loads((workflow.results / name).read_text())
+
+
+def test_a_port_on_two_ranks_is_judged_as_one(tmp_path):
+    workflow = Workflow(tmp_path, layers="0-1", chains=["0-1"], parallel={"tp": 2}, port={"module": PORT})
+    workflow.run(target="results/report.html results/bisect.json")
+    found = read(workflow, "verdicts.json")
+    assert found["overall"] == "pass"
+    assert {"attn.q", "attn.k_rot", "attn.context"} <= found["stages"]["layer_001"]["isolated"]["taps"].keys()
+    assert found["stages"]["layer_001"]["chained"]["R"] < 3
+    assert read(workflow, "bisect.json")["first_wrong"] is None
+    record = read(workflow, "records/port/layer_000.json")
+    assert record["run"]["ranks"] == 2 and any(entry.endswith("minimax_m2_tp.py::summed") for entry in record["code"])
+    audited = read(workflow, "audit.json")["stages"]["layer_000"]
+    assert {finding["kind"] for finding in audited["findings"]} <= {"transposed", "origin", "widened"}
+    assert audited["port"]["bfloat16"] > audited["disk"]["BF16"], "norms and router are there on both ranks"
+    assert not list(workflow.results.rglob("*.tmp"))
+    assert "minimax_m2_tp.py, bfloat16 on 2 ranks on cpu" in (workflow.results / "report.html").read_text()
+    assert workflow.run().made == frozenset()
+
+    # On one rank it would be right: all that a norm over a rank's own part lacks is what the others have.
+    mean = "wide.square().mean(-1, keepdim=True)"
+    workflow.edit(PORT, (f"mean = summed({mean}) / dist.get_world_size()", f"mean = {mean}"))
+    made = workflow.run().made
+    assert "port/embed.h5" not in made and "port/layer_000.h5" in made and "golden/layer_000.h5" not in made
+    assert read(workflow, "verdicts.json")["first_culprit"] == {
+        "stage": "layer_000",
+        "tap": "attn.q_norm",
+        "cause": "qk_norm_per_shard",
+    }
+    forced = read(workflow, "diagnosis/layer_000.json")
+    assert {culprit["tap"] for culprit in forced["culprits"]} == {"attn.q_norm", "attn.k_norm"}, "parts are forced"
+
+
+@pytest.mark.nxdi
+def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(LIBRARIES), os.environ.get("PYTHONPATH", "")]))
+    port = {
+        "backend": "nxdi",
+        "module": "model.py",
+        "nxdi": {"config": {"mistake": "rank as number"}},
+        "compile": "xla",
+    }
+    workflow = Workflow(tmp_path, layers="0", chains=[], parallel={"tp": 2}, port=port)
+    (tmp_path / "model.py").write_text(MODEL.read_text())
+    workflow.run()
+    assert read(workflow, "verdicts.json")["overall"] == "pass", "each rank computes with its own number"
+    audited = read(workflow, "audit.json")["stages"]
+    kinds = {stage: [finding["kind"] for finding in audited[stage]["findings"]] for stage in audited}
+    assert "rank baked in" in kinds["layer_000"] and "rank baked in" not in kinds["embed"]
+    assert "layer_000: traced on rank 1 it is another graph" in (workflow.results / "report.html").read_text()
+
+    workflow.configure(port={"nxdi": {"config": {"mistake": "no sum"}}})
+    workflow.run()
+    found = read(workflow, "verdicts.json")
+    assert found["first_culprit"] == {"stage": "layer_000", "tap": "attn.out", "cause": "sharded_sum_missing"}
+    reason = read(workflow, "compare/layer_000.json")["reason"]
+    assert reason.startswith("attn.out: ranks 0 and 1 differ") and "the sum over the ranks that is missing" in reason
+    kinds = {one["kind"] for one in read(workflow, "audit.json")["stages"]["layer_000"]["findings"]}
+    assert not kinds & {"rank baked in", "in part", "twice"}
