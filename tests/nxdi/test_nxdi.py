@@ -1,15 +1,17 @@
 """Models of NxD Inference as ports, against a stand-in for the library with its interface and habits."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from layerproof import checkpoint, compare, loading, metrics, nxdi, nxdi_taps, port, tensors
+from layerproof import checkpoint, compare, distributed, loading, metrics, nxdi, nxdi_taps, port, ranks, shards, tensors
 from layerproof.errors import StageError
 from layerproof.stages import all_stages, previous_stage
 from layerproof.taps import collecting
@@ -270,6 +272,73 @@ def test_what_does_not_fit_is_one_line(minimax, nxdi, message, tmp_path):
     assert not (tmp_path / "out.h5").exists()
 
 
+def afresh(function, *arguments):
+    """Calls a function in a new process: one that is in a process group has no other ranks beside it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
+
+
+def run_by_ranks(model, count, stage, folder):
+    """Makes a stage as a job does, into `folder`/out.h5."""
+    parts = [folder / f"{rank}.h5" for rank in range(count)]
+    ranks.run(count, lambda rank: model.run(stage, parts[rank]))
+    shards.join(parts, folder / "out.h5", TOKENS.valid)
+
+
+def force_by_ranks(model, count, stage, folder):
+    parts = [folder / f"{rank}.h5" for rank in range(count)]
+    given = model.descriptions[stage], model.input(stage), tensors.read_group(model.golden / f"{stage}.h5", "golden")
+    ranks.run(count, lambda rank: port.force_stage(model.runner(), stage, *given, parts[rank]))
+    shards.join(parts, folder / "out.h5", TOKENS.valid)
+
+
+def trace_by_ranks(model, count, stage):
+    def trace(rank):
+        distributed.pretend()
+        return port.trace_stage(model.runner(cpu_mode=False), stage, model.descriptions[stage], model.input(stage))
+
+    return [done.value for done in ranks.run(count, trace)]
+
+
+KEYS = ("attn.k", "attn.v", "attn.k_norm", "attn.k_rot")
+
+
+def test_fewer_keys_than_ranks_and_queries_that_they_cannot_share(tmp_path, monkeypatch):
+    """On four ranks each of two keys is there twice, and a query of zeros is added to the three of each."""
+    monkeypatch.setitem(CONFIGS["qwen3"], "num_attention_heads", 6)
+    model = Model(tmp_path, "qwen3")
+    afresh(run_by_ranks, model, 4, "layer_001", tmp_path)
+    assert model.failures("layer_001", tmp_path / "out.h5") == {}
+    assert tensors.read_document(tmp_path / "out.h5", tensors.RANKS)["copies"] == dict.fromkeys(KEYS, 2)
+    afresh(force_by_ranks, model, 4, "layer_001", tmp_path)
+    golden, forced = (
+        tensors.read_group(path, group)
+        for path, group in ((model.golden / "layer_001.h5", "golden"), (tmp_path / "out.h5", "port"))
+    )
+    assert all(relative(forced[name], golden[name], torch.from_numpy(TOKENS.valid)) < 0.02 for name in golden)
+
+
+def test_keys_that_are_copied_for_each_query_are_not_compared(tmp_path, monkeypatch):
+    monkeypatch.setitem(CONFIGS["qwen3"], "num_attention_heads", 6)
+    monkeypatch.setitem(CONFIGS["qwen3"], "num_key_value_heads", 3)
+    model = Model(tmp_path, "qwen3")
+    afresh(run_by_ranks, model, 2, "layer_001", tmp_path)
+    failures = model.failures("layer_001", tmp_path / "out.h5")
+    assert failures == dict.fromkeys(KEYS, "the port hands no tensor over for this tap")
+
+
+def test_a_model_that_cannot_be_split_so_is_told(minimax, tmp_path):
+    with pytest.raises(
+        StageError, match=r"^norm: NeuronMiniMaxM2ForCausalLM cannot be built for 2 ranks .*97 is not div"
+    ):
+        afresh(run_by_ranks, minimax, 2, "norm", tmp_path)
+
+
+def test_a_buffer_that_is_made_at_the_first_call_is_no_value_that_the_graph_depends_on(qwen):
+    (facts, digest), (_, other) = afresh(trace_by_ranks, qwen, 2, "layer_001")
+    assert facts == {"constants": [], "depends_on_values": False} and digest == other
+
+
 RANK = """
 import sys, torch
 from pathlib import Path
@@ -289,9 +358,9 @@ def test_two_ranks_hold_half_each_and_make_the_same(qwen, tmp_path):
     torch.save(vars(qwen), tmp_path / "model.pt")
     (tmp_path / "rank.py").write_text(RANK)
     found = {}
-    for ranks in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--no-python"]
-        outputs = f"{tmp_path}/{ranks}-$RANK"
+    for count in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--no-python"]
+        outputs = f"{tmp_path}/{count}-$RANK"
         script = f"{sys.executable} {tmp_path}/rank.py {Path(__file__).parent} {tmp_path}/model.pt"
         inner = ["bash", "-c", f"{script} {outputs}-layer.h5 {outputs}-head.h5"]
         paths = [str(LIBRARIES), *(str(Path(__file__).parents[2] / part) for part in ("workflow", "tests"))]
@@ -301,11 +370,11 @@ def test_two_ranks_hold_half_each_and_make_the_same(qwen, tmp_path):
         outcome = subprocess.run([*command, *inner], env=environment, capture_output=True, text=True)
         assert outcome.returncode == 0, outcome.stderr[-3000:]
         for part in ("layer", "head"):
-            made = [tensors.read(tmp_path / f"{ranks}-{rank}-{part}.h5", "port/out") for rank in range(ranks)]
+            made = [tensors.read(tmp_path / f"{count}-{rank}-{part}.h5", "port/out") for rank in range(count)]
             assert all(relative(one, made[0]) == 0 for one in made)
-            found[ranks, part] = made[0]
-            held = tensors.read_document(tmp_path / f"{ranks}-0-{part}.h5", tensors.CONVERSION)["parameters"]
-            found[ranks, part, "rows"] = {name: entry["shape"] for name, entry in held.items()}
+            found[count, part] = made[0]
+            held = tensors.read_document(tmp_path / f"{count}-0-{part}.h5", tensors.CONVERSION)["parameters"]
+            found[count, part, "rows"] = {name: entry["shape"] for name, entry in held.items()}
     for part in ("layer", "head"):
         assert relative(found[2, part], found[1, part]) < 1e-6
     assert found[1, "layer", "rows"]["layer.mlp.gate_proj.weight"] == [96, 64]

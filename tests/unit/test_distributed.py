@@ -127,6 +127,15 @@ def test_missing_rank_ends_in_an_error(processes, rank):
     assert "Check MASTER_ADDR and MASTER_PORT" in output
 
 
+def test_a_group_of_another_size_is_not_taken_for_the_own(processes):
+    """As in a process that was forked from one that is in a group."""
+    alone = "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())"
+    processes.append(start(alone, RANK="1", WORLD_SIZE="2"))
+    output, _ = processes[0].communicate("\n", timeout=60)
+    assert processes[0].returncode == 2
+    assert "rank 1 of 2: this process is in a group already, as rank 0 of 1. Start another." in output
+
+
 @pytest.fixture
 def environment(monkeypatch):
     """The environment without a launcher's variables; whatever is set is taken back."""
@@ -179,5 +188,6 @@ def test_xla_device_by_setting_then_environment(environment, asked, before, expe
     if before:
         environment.setenv("PJRT_DEVICE", before)
     environment.setattr(distributed, "_device", lambda *arguments: torch.device("meta"))
-    environment.setattr(distributed.dist, "is_initialized", lambda: True)
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 1}.items():
+        environment.setattr(distributed.dist, name, lambda value=value: value)
     assert distributed.initialise("xla", asked).hardware == os.environ["PJRT_DEVICE"] == expected

@@ -707,6 +707,17 @@ def test_code_that_is_not_to_be_recorded():
     assert {"within", "in_thread"} <= names_of(seen) and "before" not in names_of(seen)
 
 
+def test_modules_whose_file_is_none_are_not_looked_for(tmp_path, monkeypatch):
+    """torch.ops says that it is `_ops.py`."""
+    (tmp_path / "names_torch_ops.py").write_text("import torch\n\ndef work():\n    return torch.ops.aten.relu\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(fingerprint, "STARTED", time.time() + 60)
+    seen = {}
+    with fingerprint.recording(seen):
+        importlib.import_module("names_torch_ops").work()
+    assert any(entry.endswith("names_torch_ops.py::work") for entry in fingerprint.fingerprints(seen))
+
+
 def test_the_library_runs_no_function_of_its_own_when_it_is_imported():
     """For its modules are imported unrecorded; but for the dictionary of faults, and what is also run for each tap."""
     known = {"faults", "bf16_ulp"}

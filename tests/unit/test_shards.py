@@ -45,8 +45,18 @@ def test_parts_come_together_and_apart(tmp_path_factory, pieces, copies, adjacen
     assert ranks == {"count": count, "copies": {"attn.k": copies} if copies > 1 else {}, "differ": {}}
     if adjacent:
         for rank in range(count):
-            part = shards.part("attn.k", float32(whole), cut[0].shape, rank, count)
+            part = shards.part("attn.k", float32(whole), [cut[index].shape for index in order], rank)
             assert np.array_equal(part.data, cut[order[rank]])
+
+
+def test_parts_may_be_of_different_sizes_and_empty(tmp_path):
+    whole = random(2, 3, 5)
+    cut = np.split(whole, [2, 2, 3], axis=2)
+    taps, ranks = joined(tmp_path, [{"attn.q": float32(part), "out": float32(whole)} for part in cut])
+    assert np.array_equal(taps["attn.q"].data, whole) and ranks["copies"] == {}
+    shapes = [part.shape for part in cut]
+    for rank, part in enumerate(cut):
+        assert np.array_equal(shards.part("attn.q", float32(whole), shapes, rank).data, part)
 
 
 def test_what_all_ranks_have_is_told_where_it_differs(tmp_path):
@@ -104,7 +114,7 @@ def test_a_rank_without_a_file_is_told(tmp_path):
 
 def test_what_ranks_have_whole_is_not_cut():
     whole = float32(random(2, 3, 8))
-    assert shards.part("attn.out", whole, (2, 3, 4), 1, 2) is whole
-    assert shards.part("attn.q", whole, (2, 3, 8), 1, 2) is whole
-    assert shards.part("attn.q", whole, (2, 3, 3), 1, 2) is whole
+    assert shards.part("attn.out", whole, [(2, 3, 4)] * 2, 1) is whole
+    assert np.array_equal(shards.part("attn.q", whole, [(2, 3, 8)] * 2, 1).data, whole.data)
+    assert shards.part("attn.q", whole, [(2, 3, 3)] * 2, 1) is whole
     assert set(SPLIT_BY_RANKS) < set(SHAPES)

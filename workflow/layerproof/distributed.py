@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from layerproof.errors import UserError
 from layerproof.ranks import mark
 
 BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,22 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
                 f"rank {rank}: no process group at {address} ({error}). Check MASTER_ADDR and MASTER_PORT."
             ) from error
         mark(rank, "process group is up")
+    elif (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        there = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        raise UserError(f"rank {rank} of {world_size}: this process is in a group already, as {there}. Start another.")
     return Environment(device, hardware, BACKENDS[platform], rank, world_size)
 
 
 def world_size() -> int:
     """The number of ranks of this process's group; 1 if it is in none."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """What each rank of this process's group has, by rank; values are anything that can be pickled, on any device."""
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, value, group=dist.new_group(backend=BACKENDS["cpu"]))
+    return gathered
 
 
 def is_on_host(pjrt_device: str) -> bool:

@@ -460,10 +460,10 @@ def _bound_names(statement: ast.stmt) -> list[str]:
 def _is_own(filename: str) -> bool:
     """Whether a file is Python source that no package manager installed; not a template, say, that Jinja compiled.
 
-    Nor this file, which runs around every job and changes none.
+    Nor this file, which runs around every job and changes none. A name without a folder is no file: torch.ops has one.
     """
     installed = filename.startswith(INSTALLED) or "site-packages" in filename
-    return filename.endswith(".py") and not installed and filename != __file__
+    return filename.endswith(".py") and os.path.isabs(filename) and not installed and filename != __file__
 
 
 def _entry_of(source: _Source, code: CodeType) -> str:

@@ -78,7 +78,7 @@ class Port:
 
     def build(self, stage: Stage) -> nn.Module:
         """The stage as a module on the meta device; buffers that are no part of a state dict have their values."""
-        model = _meta_model(self._application(stage))
+        model = self._model(stage, self._application(stage))
         if stage.name == EMBED:
             return _Embedding(model)
         if stage.layer is None:
@@ -97,12 +97,13 @@ class Port:
         from neuronx_distributed.trace.trace import get_sharded_checkpoint
 
         application = self._application(stage)
+        model = self._model(stage, application)
         gc.freeze()  # conversions collect garbage for each layer, and would look through all that is in memory
         try:
             with _AmongMeta():
                 converted = self._converted(application.config, _state_on_disk(stage, weights))
             given = {name: tensor for name, tensor in converted.items() if name.startswith(_prefix(stage))}
-            part = _stage_alone(_meta_model(application), stage)
+            part = _stage_alone(model, stage)
             get_sharded_checkpoint(given, part, torch.distributed.get_rank(), torch.distributed.get_world_size())
         except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(
@@ -151,6 +152,21 @@ class Port:
             return tensor.is_floating_point() and tensor.dtype != torch.float8_e4m3fn and not name.endswith("scale")
 
         return {name: tensor.to(dtype) if is_cast(name, tensor) else tensor for name, tensor in converted.items()}
+
+    def _model(self, stage: Stage, application: Any) -> Any:
+        """The application's model, as `_meta_model` has it.
+
+        Raises:
+            StageError: if it cannot be built for this configuration, such as for so many ranks.
+        """
+        try:
+            return _meta_model(application)
+        except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            ranks = torch.distributed.get_world_size()
+            raise StageError(
+                f"{stage.name}: {self.causal_lm.__name__} cannot be built for {ranks} rank{'s' * (ranks > 1)} "
+                f"({type(error).__name__}: {error}). Correct parallel.tp, port.nxdi.config or port.nxdi.neuron_config."
+            ) from error
 
     def _application(self, stage: Stage) -> Any:
         """The library's application for the checkpoint, with shapes and type of this run.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from layerproof.taps import Show, tap, tap_as
+from layerproof.taps import Show, tap_as
 
 OUTPUTS = {
     "input_norm": ("input_layernorm",),
@@ -41,24 +42,75 @@ MLPS = ("mlp", "feed_forward", "block_sparse_moe")
 def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str]) -> None:
     """Has a layer hand over its taps; `more` are submodules by tap, which take the place of those of `OUTPUTS`."""
     modules = dict(layer.named_modules())
+    heads = _Heads.of(getattr(modules.get("self_attn"), "qkv_proj", None))
     for name, places in (OUTPUTS | {name: (place,) for name, place in more.items()}).items():
         spelled = dict.fromkeys(place.replace("MLP", mlp) for place in places for mlp in MLPS)
         for path, _, part in (place.removesuffix("]").partition("[") for place in spelled):
-            if path in modules:
+            if path in modules and not heads.has_copies_of(name):
                 index = int(part) if part else None
                 of_heads = getattr(modules.get("self_attn"), "post_transpose_layernorm", False)
-                hook = functools.partial(_output, name, index, *_layouts(name, batch, seq, of_heads))
-                modules[path].register_forward_hook(hook)
+                layouts = heads.own(name, *_layouts(name, batch, seq, of_heads))
+                modules[path].register_forward_hook(functools.partial(_output, name, index, *layouts))
     attention = modules.get("self_attn")
     if hasattr(attention, "prep_qkv_tensors"):
-        _tap_rotated(attention)
+        _tap_rotated(attention, heads)
     if "self_attn.o_proj" in modules:
-        modules["self_attn.o_proj"].register_forward_pre_hook(_context)
+        layouts = heads.own("attn.context", _same, _same)
+        modules["self_attn.o_proj"].register_forward_pre_hook(functools.partial(_context, *layouts))
     for path, module in modules.items():
         if hasattr(module, "get_expert_affinities_masked"):
             _pass_result(module, "get_expert_affinities_masked", _of_tokens("router.weights", batch, seq))
         if path.endswith("router") and hasattr(module, "apply_activation_fn"):
             _tap_router(module, batch, seq)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Which of the query heads that a rank has are the model's, in their order: the library adds heads of zeros where ranks
+    cannot share those that there are. And whether it gave each query head a copy of its key and value head.
+    """
+
+    is_own: tuple[bool, ...] = ()
+    are_keys_copied: bool = False
+
+    @classmethod
+    def of(cls, projection: Any) -> _Heads:
+        """Those of a `GroupQueryAttention_QKV`. Heads are added to those of each key, or behind all where the library may
+        give each query its own.
+        """
+        source, keys = (getattr(projection, f"_src_num_{name}_heads", None) for name in ("attention", "key_value"))
+        if source is None or keys is None:
+            return cls()
+        rank, total = torch.distributed.get_rank(), projection.num_attention_heads
+        local = total // torch.distributed.get_world_size()
+        behind_all = projection.sharding_strategy.name == "CONVERT_TO_MHA"
+        group, own = (total, source) if behind_all else (total // keys, source // keys)
+        is_own = tuple(head % group < own for head in range(rank * local, (rank + 1) * local))
+        return cls(is_own, behind_all and projection.num_key_value_heads != keys)
+
+    def has_copies_of(self, name: str) -> bool:
+        """Whether a tap is of more key or value heads than the model has: these are not compared."""
+        return self.are_keys_copied and name.startswith(("attn.k", "attn.v"))
+
+    def own(self, name: str, show: Show, back: Show) -> tuple[Show, Show]:
+        """Shows the model's heads alone of a tap of queries, and puts zeros in the place of others on the way back: no
+        output depends on these.
+        """
+        if all(self.is_own) or not name.startswith(("attn.q", "attn.context")):
+            return show, back
+        own = [head for head, is_own in enumerate(self.is_own) if is_own]
+
+        def show_own(tensor: torch.Tensor) -> torch.Tensor:
+            shown = show(tensor)
+            return shown.unflatten(2, (len(self.is_own), -1))[:, :, own].flatten(2, 3)
+
+        def fill(shown: torch.Tensor) -> torch.Tensor:
+            size = shown.shape[2] // len(own) if own else 1
+            whole = shown.new_zeros(*shown.shape[:2], len(self.is_own), size, *shown.shape[3:])
+            whole[:, :, own] = shown.unflatten(2, (len(own), size))
+            return back(whole.flatten(2, 3))
+
+        return show_own, fill
 
 
 def _layouts(name: str, batch: int, seq: int, of_heads: bool = False) -> tuple[Show, Show]:
@@ -99,21 +151,21 @@ def _output(name: str, part: int | None, show: Show, back: Show, module: nn.Modu
     return type(output)(parts) if type(output) in (tuple, list) else type(output)(*parts)
 
 
-def _context(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _context(show: Show, back: Show, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The input of the output projection, which the library hands over by position."""
-    return (tap("attn.context", args[0]), *args[1:]) if args else args
+    return (tap_as("attn.context", args[0], show, back), *args[1:]) if args else args
 
 
-def _tap_rotated(attention: Any) -> None:
+def _tap_rotated(attention: Any, heads: _Heads) -> None:
     """Taps rotated heads where the library rotates them, or at the end of a model's own preparation of q, k and v."""
     done = []
 
     def rotary(result: tuple[Any, ...]) -> tuple[Any, ...]:
         done.append(True)
-        return _rotated(result)
+        return _rotated(heads, result)
 
     def prepared(result: tuple[Any, ...]) -> tuple[Any, ...]:
-        result = result if done else _rotated(result)
+        result = result if done else _rotated(heads, result)
         done.clear()
         return result
 
@@ -122,10 +174,12 @@ def _tap_rotated(attention: Any) -> None:
     _pass_result(attention, "prep_qkv_tensors", prepared)
 
 
-def _rotated(result: tuple[Any, ...]) -> tuple[Any, ...]:
+def _rotated(heads: _Heads, result: tuple[Any, ...]) -> tuple[Any, ...]:
     queries, keys, *others = result
-    queries = tap_as("attn.q_rot", queries, _swap_heads, _swap_heads)
-    return (queries, tap_as("attn.k_rot", keys, _swap_heads, _swap_heads), *others)
+    queries = tap_as("attn.q_rot", queries, *heads.own("attn.q_rot", _swap_heads, _swap_heads))
+    if not heads.has_copies_of("attn.k_rot"):
+        keys = tap_as("attn.k_rot", keys, _swap_heads, _swap_heads)
+    return (queries, keys, *others)
 
 
 def _tap_router(router: Any, batch: int, seq: int) -> None:

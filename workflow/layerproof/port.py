@@ -278,6 +278,7 @@ def trace_stage(
     """
     ready = _prepare(_Job.on_device(runner, stage, description, stage_input))
     with torch.no_grad():
+        ready.forward(with_taps=False)  # some make a buffer at their first call; of it nothing is computed
         return compiled.graph_of(ready.to_compile())
 
 
@@ -308,8 +309,10 @@ def force_stage(
 
 def _parts(golden: Mapping[str, tensors.Tensor], found: Taps) -> dict[str, tensors.Tensor]:
     """What this rank holds of the golden's taps, by the shapes of its own."""
-    own = torch.distributed.get_rank(), distributed.world_size()
-    return {name: shards.part(name, golden[name], found[name].shape, *own) for name in golden.keys() & found.keys()}
+    rank = torch.distributed.get_rank()
+    shapes = distributed.of_all_ranks({name: tuple(tensor.shape) for name, tensor in found.items()})
+    both = golden.keys() & found.keys()
+    return {name: shards.part(name, golden[name], [own[name] for own in shapes], rank) for name in both}
 
 
 def _write(

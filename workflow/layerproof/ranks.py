@@ -112,12 +112,11 @@ def _be(environment: dict[str, str], function: Callable[[int], Any], to_job: Con
     try:
         with fingerprint.recording(seen):
             value = function(int(environment["RANK"]))
+        to_job.send((DONE, Done(value, fingerprint.fingerprints(seen), jobs.peak_memory())))
     except (Exception, SystemExit) as exception:
         if not isinstance(exception, StageError):
             traceback.print_exc()
         to_job.send((FAILED, jobs.as_stage_error(exception)))
-    else:
-        to_job.send((DONE, Done(value, fingerprint.fingerprints(seen), jobs.peak_memory())))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what a port or a device leaves behind may not end by itself

@@ -104,17 +104,18 @@ def join(
     tensors.write(output, groups, valid=valid, attributes=attributes, documents=documents)
 
 
-def part(name: str, whole: Tensor, shape: Sequence[int], rank: int, count: int) -> Tensor:
-    """What a rank of `count` holds of a tap, where its own tap has this shape: ranks hold parts in their order, each part by
-    as many adjacent ranks as there are ranks for it. The whole tap if it is not split so.
+def part(name: str, whole: Tensor, shapes: Sequence[Sequence[int]], rank: int) -> Tensor:
+    """What a rank holds of a tap, where those of the ranks have these shapes: parts in their order, each one held by as many
+    adjacent ranks as it takes. The whole tap if it is not split so.
     """
-    if name not in SPLIT_BY_RANKS or len(whole.shape) <= AXIS or len(shape) <= AXIS or not shape[AXIS]:
+    if name not in SPLIT_BY_RANKS or any(len(shape) <= AXIS for shape in (whole.shape, *shapes)):
         return whole
-    pieces = whole.shape[AXIS] // shape[AXIS]
-    if pieces < 2 or count % pieces or pieces * shape[AXIS] != whole.shape[AXIS]:
+    sizes = [shape[AXIS] for shape in shapes]
+    copies, rest = divmod(sum(sizes), whole.shape[AXIS])
+    if rest or not copies:
         return whole
-    begin = rank // (count // pieces) * shape[AXIS]
-    return Tensor(whole.data[:, :, begin : begin + shape[AXIS]], whole.dtype)
+    begin = sum(sizes[: rank // copies * copies : copies])
+    return Tensor(whole.data[:, :, begin : begin + sizes[rank]], whole.dtype)
 
 
 def _traced(graphs: Sequence[tuple[Mapping[str, Any], str]]) -> dict[str, Any]:

@@ -44,7 +44,9 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.gather_output = gather_output
         self.pad_size = -output_size % get_tensor_model_parallel_size() if pad else 0
-        rows = (output_size + self.pad_size) // get_tensor_model_parallel_size()
+        size, ranks = output_size + self.pad_size, get_tensor_model_parallel_size()
+        assert size % ranks == 0, f"{size} is not divisible by {ranks}"
+        rows = size // ranks
         self.weight = nn.Parameter(torch.empty(rows, input_size, dtype=dtype))
         sharded(self.weight, 0)
 

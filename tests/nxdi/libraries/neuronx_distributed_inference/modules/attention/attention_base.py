@@ -1,4 +1,5 @@
 import dataclasses
+import enum
 
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, SPMDRank
@@ -20,10 +21,12 @@ class CustomRMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     def __init__(self, dim, max_position_embeddings=2048, base=10000):
         super().__init__()
-        frequencies = base ** -(torch.arange(0, dim, 2).float() / dim)
-        self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.dim, self.base = dim, base
+        self.register_buffer("inv_freq", None, persistent=False)
 
     def forward(self, x, position_ids):
+        if self.inv_freq is None:  # only now, as the library does
+            self.inv_freq = self.base ** -(torch.arange(0, self.dim, 2, device=x.device).float() / self.dim)
         angles = position_ids[:, :, None].float() * self.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -40,13 +43,48 @@ def move_heads_front(tensor, bsz, seq_len, num_head, head_dim, layernorm=None):
     return (layernorm(tensor) if layernorm else tensor).transpose(1, 2).contiguous()
 
 
-class GroupQueryAttention_QKV(nn.Module):
+class GQA(enum.Enum):
+    CONVERT_TO_MHA = "convert-to-mha"
+    REPLICATE_TO_TP_DEGREE = "replicate-to-tp-degree"
+
+
+class BaseGroupQueryAttention(nn.Module):
+    """How many heads there are once ranks can share them: each rank has a copy of its key's, and queries of zeros are added
+    to those of each key; or each query has a copy, and they are added behind all.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        ranks, heads, keys = get_tensor_model_parallel_size(), config.num_attention_heads, config.num_key_value_heads
+        self._src_num_attention_heads, self._src_num_key_value_heads, self.head_dim = heads, keys, config.head_dim
+        self.sharding_strategy = GQA.CONVERT_TO_MHA if ranks % keys else GQA.REPLICATE_TO_TP_DEGREE
+        self.num_attention_heads, self.num_key_value_heads = heads + -heads % ranks, keys
+        if keys % ranks:
+            copies = ranks if self.sharding_strategy == GQA.REPLICATE_TO_TP_DEGREE else self.num_attention_heads
+            self.num_key_value_heads = copies
+
+    def padded(self, weight, dim):
+        """A weight with those of the added queries' heads."""
+        heads, more = self._src_num_attention_heads, self.num_attention_heads - self._src_num_attention_heads
+        groups = 1 if self.sharding_strategy == GQA.CONVERT_TO_MHA else self._src_num_key_value_heads
+        weight = weight.movedim(dim, 0).unflatten(0, (groups, heads // groups, self.head_dim))
+        zeros = weight.new_zeros(groups, more // groups, *weight.shape[2:])
+        return torch.cat((weight, zeros), 1).flatten(0, 2).movedim(0, dim).contiguous()
+
+    def copied(self, weight):
+        keys = self._src_num_key_value_heads
+        heads = weight.unflatten(0, (keys, self.head_dim)).repeat_interleave(self.num_key_value_heads // keys, 0)
+        return heads.flatten(0, 1)
+
+
+class GroupQueryAttention_QKV(BaseGroupQueryAttention):
     """Returns four things; its weights' names are not those that a conversion leaves: a hook puts that right."""
 
-    def __init__(self, config, q_size, kv_size):
-        super().__init__()
+    def __init__(self, config):
+        super().__init__(config)
         self.fused_qkv = config.neuron_config.fused_qkv
         ranks = get_tensor_model_parallel_size()
+        q_size, kv_size = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         self.sizes = q_size // ranks, kv_size // ranks, kv_size // ranks
         dtype = config.neuron_config.torch_dtype
         column = {"gather_output": False, "dtype": dtype}
@@ -66,12 +104,16 @@ class GroupQueryAttention_QKV(nn.Module):
         inner = prefix.removesuffix(".weight")
         outer = inner.rpartition(".")[0]
         for name in ("Wqkv",) if self.fused_qkv else ("q_proj", "k_proj", "v_proj"):
-            model_state_dict[f"{inner}.{name}.weight"] = model_state_dict.pop(f"{outer}.{name}.weight")
+            weight = model_state_dict.pop(f"{outer}.{name}.weight")
+            if not self.fused_qkv:
+                weight = self.padded(weight, 0) if name == "q_proj" else self.copied(weight)
+            model_state_dict[f"{inner}.{name}.weight"] = weight
 
 
-class GroupQueryAttention_O(nn.Module):
-    def __init__(self, config, q_size):
-        super().__init__()
+class GroupQueryAttention_O(BaseGroupQueryAttention):
+    def __init__(self, config):
+        super().__init__(config)
+        q_size = self.num_attention_heads * self.head_dim
         self.o_proj = RowParallelLinear(q_size, config.hidden_size, dtype=config.neuron_config.torch_dtype)
 
     def forward(self, attention_output, adapter_ids=None):
@@ -79,7 +121,7 @@ class GroupQueryAttention_O(nn.Module):
 
     def preshard_hook(self, model_state_dict, prefix):
         inner = prefix.removesuffix(".weight")
-        model_state_dict[f"{inner}.o_proj.weight"] = model_state_dict.pop(prefix)
+        model_state_dict[f"{inner}.o_proj.weight"] = self.padded(model_state_dict.pop(prefix), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +140,10 @@ class NeuronAttentionBase(nn.Module):
         super().__init__()
         ranks = get_tensor_model_parallel_size()
         self.head_dim = config.head_dim
-        self.num_heads, self.num_key_value_heads = (
-            config.num_attention_heads // ranks,
-            config.num_key_value_heads // ranks,
-        )
-        q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.rank_util = SPMDRank(world_size=config.neuron_config.tp_degree)
-        self.qkv_proj = GroupQueryAttention_QKV(config, q_size, kv_size)
-        self.o_proj = GroupQueryAttention_O(config, q_size)
+        self.qkv_proj, self.o_proj = GroupQueryAttention_QKV(config), GroupQueryAttention_O(config)
+        self.num_heads = self.qkv_proj.num_attention_heads // ranks
+        self.num_key_value_heads = self.qkv_proj.num_key_value_heads // ranks
         self.rotary_emb, self.q_layernorm, self.k_layernorm = rotary_emb, q_layernorm, k_layernorm
         self.post_transpose_layernorm = False
 
