@@ -337,6 +337,17 @@ def test_experts_that_no_token_went_to_are_told():
     assert "experts had no token" not in words(render(stages[2:]))
 
 
+def test_ranks_are_told_and_what_they_were_not_run_on():
+    comparison, ranks = reports.compared("layer_000"), {"parallel": {"tp": 4}}
+    comparison["port"]["device"] = "cpu"
+    text = words(render([comparison], **ranks))
+    assert "bfloat16 on 4 ranks on cpu" in text
+    assert "ranks ran on the CPU in torch alone: a device and its collectives were not looked at" in text
+    assert "ranks" not in words(render([comparison]))
+    comparison["port"]["device"] = "NEURON"
+    assert "in torch alone" not in words(render([comparison], **ranks))
+
+
 def test_a_tap_that_only_the_port_has_is_listed():
     comparison = reports.compared("layer_000")
     comparison["statistics"]["port"]["mlp.up"] = comparison["statistics"]["port"]["out"]

@@ -487,6 +487,10 @@ def what_was_not_compared(
             if entry["status"] == "error":
                 what = "has not" if chain["chain"] == CAPTURED else "ends at"
                 sentences.append(f"Chain {chain['chain']} {what} {stage}: {_stopped(entry['reason'])}")
+    if config["parallel"]["tp"] > 1 and "cpu" in {port.get("device") for port in _sides(comparisons, "port")}:
+        sentences.append(
+            "The port's ranks ran on the CPU in torch alone: a device and its collectives were not looked at."
+        )
     sentences += _experts_without_tokens(comparisons)
     lengths = _prompt_lengths(comparisons)
     if lengths:
