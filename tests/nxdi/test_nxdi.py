@@ -303,13 +303,19 @@ def trace_by_ranks(model, count, stage):
 KEYS = ("attn.k", "attn.v", "attn.k_norm", "attn.k_rot")
 
 
-def test_fewer_keys_than_ranks_and_queries_that_they_cannot_share(tmp_path, monkeypatch):
-    """On four ranks each of two keys is there twice, and a query of zeros is added to the three of each."""
+@pytest.mark.parametrize(("keys", "copies"), [(2, 2), (6, 1)])
+def test_fewer_keys_than_ranks_and_heads_that_they_cannot_share(keys, copies, tmp_path, monkeypatch):
+    """On four ranks each of two keys is there twice, and a query of zeros is added to the three of each; of six heads with
+    their own keys two are added behind all, so that the last rank has none of the model's.
+    """
     monkeypatch.setitem(CONFIGS["qwen3"], "num_attention_heads", 6)
+    monkeypatch.setitem(CONFIGS["qwen3"], "num_key_value_heads", keys)
     model = Model(tmp_path, "qwen3")
     afresh(run_by_ranks, model, 4, "layer_001", tmp_path)
     assert model.failures("layer_001", tmp_path / "out.h5") == {}
-    assert tensors.read_document(tmp_path / "out.h5", tensors.RANKS)["copies"] == dict.fromkeys(KEYS, 2)
+    assert tensors.read_document(tmp_path / "out.h5", tensors.RANKS)["copies"] == (
+        dict.fromkeys(KEYS, 2) if copies > 1 else {}
+    )
     afresh(force_by_ranks, model, 4, "layer_001", tmp_path)
     golden, forced = (
         tensors.read_group(path, group)

@@ -131,14 +131,17 @@ def test_ranks_that_differ_fail_though_the_first_is_right(stage):
     stage.write_port(ranks)
     assert stage.compare()["status"] == "fail"
     assert stage.compare()["reason"] == (
-        "attn.out: ranks 0 and 3 differ (relative L2 0.5), where all should have the same"
+        "attn.out: ranks 0 and 3 differ (relative L2 0.5 at the worst token), where all should have the same"
     )
     ranks["differ"]["attn.out"] = {"rank": 3, "change": None}
     stage.write_port(ranks)
     assert "differ (in shape or in what is not finite)" in stage.compare()["reason"]
-    ranks["differ"]["attn.out"] = {"rank": 3, "change": 2**-9}
+    ranks["differ"]["attn.out"] = {"rank": 3, "change": 2**-7}
     stage.write_port(ranks)
     assert stage.compare()["status"] == "pass"
+    ranks["differ"] = {"router.choice": {"rank": 1, "change": 0.001}}
+    stage.write_port(ranks)
+    assert stage.compare()["reason"].startswith("router.choice: ranks 0 and 1 differ (at 0.10% of the tokens)")
 
 
 def test_a_sum_over_the_ranks_that_is_missing_is_told(stage):

@@ -38,9 +38,15 @@ def test_each_rank_wants_a_core():
         return {check.name: check for check in preflight.check_neuron_ls(0, text, PREDICTION, environment, ranks)}
 
     assert "ranks" not in found(2)
-    assert "by 2 ranks, 4.29 GB" in found(2)["device memory"].text and "ranks" not in found(1)["device memory"].text
+    assert (
+        "split evenly over 2 ranks, 4.29 GB" in found(2)["device memory"].text
+        and "ranks" not in found(1)["device memory"].text
+    )
     assert (found(3)["ranks"].status, found(3)["ranks"].text) == ("fail", "3 ranks, and 2 cores that they may use")
     assert found(2, NEURON_RT_VISIBLE_CORES="1")["ranks"].text == "2 ranks, and 1 cores that they may use"
+    devices = json.loads(text) * 2
+    checks = preflight.check_neuron_ls(0, json.dumps(devices), None, {"NEURON_RT_VISIBLE_CORES": "0-3"}, 2)
+    assert "2 ranks, and NEURON_RT_VISIBLE_CORES=0-3 names 4 cores" in {check.text for check in checks}
 
 
 def test_nvidia_smi_is_read():

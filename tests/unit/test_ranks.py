@@ -62,8 +62,12 @@ def test_what_all_ranks_say_is_said_once():
 @pytest.mark.parametrize(
     ("end", "text"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL (out of memory, or killed by hand)"),
-        (lambda: os._exit(3), "ended with exit code 3"),
+        (
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "Its process was killed by SIGKILL (out of memory, or killed by",
+        ),
+        (lambda: os._exit(3), "Its process ended with exit code 3 before its output was written. Its log has"),
+        (lambda: os.fork() and os._exit(4), "Its process ended with exit code 4"),
         (lambda: sys.exit("no licence"), "SystemExit"),
     ],
 )
@@ -76,6 +80,23 @@ def test_a_rank_that_dies_is_told(end, text):
     with pytest.raises(StageError, match=r"^rank 1: ") as caught:
         ranks.run(2, work)
     assert text in str(caught.value)
+
+
+def test_the_rank_that_died_is_blamed_and_not_those_that_miss_it():
+    def work(rank):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(0.5)
+        raise RuntimeError("connection closed by peer")
+
+    with pytest.raises(StageError, match=r"^rank 1: Its process was killed by SIGSEGV"):
+        ranks.run(3, work)
+
+
+def test_code_that_was_edited_between_ranks_is_none_that_a_later_run_has():
+    done = [ranks.Done(None, {"port.py::": text, "port.py::run": "same"}, 0) for text in ("edited", "plain", "plain")]
+    code = ranks.code_of(done)
+    assert code["port.py::"] not in ("edited", "plain") and code["port.py::run"] == "same"
 
 
 def test_what_any_rank_ran_counts(tmp_path, monkeypatch):

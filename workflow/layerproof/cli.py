@@ -194,11 +194,12 @@ def make_port(args: argparse.Namespace) -> None:
 
     def trace_stage(weights: Path, before: Path | None, source: str) -> tuple[dict[str, Any], str]:
         with unrecorded():
-            from layerproof import distributed, port
+            from layerproof import distributed, port, tokens
 
         description, fed = read(weights, before, source)
         distributed.pretend()
-        return port.trace_stage(start(), weights.stem, description, fed)
+        runner = port.Runner.start(_checkpoint(args), tokens.Tokens.read(args.tokens), args.spec | {"device": "CPU"})
+        return port.trace_stage(runner, weights.stem, description, fed)
 
     tasks: list[tuple[jobs.Job, jobs.Work]] = []
     before, source = _only(args.previous), "golden/out"
@@ -340,22 +341,29 @@ def make_bisection(args: argparse.Namespace) -> None:
 
     def work() -> Mapping[str, Any]:
         with unrecorded():
-            from layerproof import bisect, port, tensors, tokens
+            from layerproof import bisect, tensors, tokens
 
         prompts = tokens.Tokens.read(args.tokens)
         descriptions = {path.stem: read_json(path) for path in args.weights}
         fed = tensors.read_stage_input(previous, "golden/out") if previous else None
-        count, code = args.spec["tp"], {}
+        count, done = args.spec["tp"], []
 
         @fingerprint.cached
         def start() -> Runner:
+            from layerproof import port
+
             return port.Runner.start(_checkpoint(args), prompts, args.spec)
+
+        def run_here(stages: Sequence[str]) -> Tensor:
+            from layerproof import port
+
+            return port.run_chain(start(), descriptions, fed, stages)
 
         def run(stages: Sequence[str]) -> Tensor:
             if count == 1:
-                return port.run_chain(start(), descriptions, fed, stages)
-            made = ranks.run(count, lambda rank: port.run_chain(start(), descriptions, fed, stages))
-            code.update(ranks.code_of(made))
+                return run_here(stages)
+            made = ranks.run(count, lambda rank: run_here(stages))
+            done.extend(made)
             return made[0].value
 
         content = bisect.bisect(args.spec["stages"], run, golden, noise, prompts.valid)
@@ -363,7 +371,7 @@ def make_bisection(args: argparse.Namespace) -> None:
         if left_out:
             print(f"{', '.join(left_out)}: behind a gap in layers (config.yaml), so not looked at")
         write_json(output, content | {"left_out": left_out})
-        return {jobs.CODE: code}
+        return {jobs.CODE: ranks.code_of(done)}
 
     jobs.run(_job(args, [*args.golden, *args.noise, *args.weights, args.tokens, args.config, *args.previous]), work)
 
@@ -560,7 +568,8 @@ def _by_ranks(
     parts = [output.with_name(f"{output.name}.{rank}.tmp") for rank in range(count)]
 
     def join(graphs: Sequence[tuple[dict[str, Any], str]]) -> None:
-        from layerproof import shards, tokens
+        with unrecorded():
+            from layerproof import shards, tokens
 
         shards.join(parts, output, tokens.Tokens.read(args.tokens).valid, graphs)
 

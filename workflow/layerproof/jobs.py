@@ -181,12 +181,17 @@ def blame(tasks: Sequence[tuple[Job, Work]], leave_error: LeaveError, finished: 
     """Leaves errors for jobs whose process ended: after the `finished` ones, the one at which that happened ends as an
     error that names the signal or exit code, and the ones after it as missing.
     """
-    reason = how_it_ended(code)
-    meaning = known_errors.explained(_log_so_far())
-    error = StageError(f"{reason} Its log has what it printed last{f': {meaning}' if meaning else '.'}")
+    reason, error = how_it_ended(code), died(code)
     for job, _ in tasks[finished:]:
         run(job, functools.partial(_raise, error), functools.partial(leave_error, job))
         error = StageMissing(f"no input, because an earlier stage failed: {reason}")
+
+
+def died(code: int, process: str = "The process of the job") -> StageError:
+    """The error of what a process did that ended with this exit code, or minus this signal, with what its log tells."""
+    meaning = known_errors.explained(_log_so_far())
+    last = f"Its log has what it printed last{f': {meaning}' if meaning else '.'}"
+    return StageError(f"{how_it_ended(code, process)} {last}")
 
 
 def _log_so_far() -> str:
@@ -207,13 +212,13 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def how_it_ended(code: int) -> str:
+def how_it_ended(code: int, process: str = "The process of the job") -> str:
     """A sentence on a process that ended before its job did; `code` is its exit code, or minus the signal."""
     if code >= 0:
-        return f"The process of the job ended with exit code {code} before its output was written."
+        return f"{process} ended with exit code {code} before its output was written."
     cause = " (out of memory, or killed by hand)" if -code == signal.SIGKILL else ""
     known = -code in set(signal.Signals)
-    return f"The process of the job was killed by {signal.Signals(-code).name if known else f'signal {-code}'}{cause}."
+    return f"{process} was killed by {signal.Signals(-code).name if known else f'signal {-code}'}{cause}."
 
 
 def _forget_peak_memory() -> None:

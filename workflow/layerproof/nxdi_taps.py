@@ -35,6 +35,8 @@ OUTPUTS = {
 """Submodules of a layer whose output a tap is; `[i]` is another part than the first of one that returns several. Names that
 a layer does not have are other models' names.
 """
+KEYS = ("attn.k", "attn.v")
+"""What names of taps of key and value heads begin with."""
 MLPS = ("mlp", "feed_forward", "block_sparse_moe")
 """What MLP stands for."""
 
@@ -66,11 +68,13 @@ def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str]) -> N
 
 @dataclass(frozen=True)
 class _Heads:
-    """Which of the query heads that a rank has are the model's, in their order: the library adds heads of zeros where ranks
-    cannot share those that there are. And whether it gave each query head a copy of its key and value head.
+    """Which of the heads that a rank has are the model's, in their order, of the taps whose names begin so: the library adds
+    heads of zeros where ranks cannot share those that there are. And whether it gave each query head a copy of its key and
+    value head.
     """
 
     is_own: tuple[bool, ...] = ()
+    beginnings: tuple[str, ...] = ()
     are_keys_copied: bool = False
 
     @classmethod
@@ -86,29 +90,32 @@ class _Heads:
         behind_all = projection.sharding_strategy.name == "CONVERT_TO_MHA"
         group, own = (total, source) if behind_all else (total // keys, source // keys)
         is_own = tuple(head % group < own for head in range(rank * local, (rank + 1) * local))
-        return cls(is_own, behind_all and projection.num_key_value_heads != keys)
+        more_keys = behind_all and projection.num_key_value_heads != keys
+        beginnings = ("attn.q", "attn.context", *(KEYS if more_keys and source == keys else ()))
+        return cls(is_own, beginnings, more_keys and source != keys)
 
     def has_copies_of(self, name: str) -> bool:
         """Whether a tap is of more key or value heads than the model has: these are not compared."""
-        return self.are_keys_copied and name.startswith(("attn.k", "attn.v"))
+        return self.are_keys_copied and name.startswith(KEYS)
 
     def own(self, name: str, show: Show, back: Show) -> tuple[Show, Show]:
-        """Shows the model's heads alone of a tap of queries, and puts zeros in the place of others on the way back: no
-        output depends on these.
+        """Shows the model's heads alone of a tap, and puts zeros in the place of others on the way back: no output depends
+        on these.
         """
-        if all(self.is_own) or not name.startswith(("attn.q", "attn.context")):
+        if all(self.is_own) or not name.startswith(self.beginnings):
             return show, back
-        own = [head for head, is_own in enumerate(self.is_own) if is_own]
+        own, heads = [head for head, is_own in enumerate(self.is_own) if is_own], len(self.is_own)
+        whole: list[torch.Tensor] = []
 
         def show_own(tensor: torch.Tensor) -> torch.Tensor:
-            shown = show(tensor)
-            return shown.unflatten(2, (len(self.is_own), -1))[:, :, own].flatten(2, 3)
+            whole[:] = [show(tensor)]
+            return whole[0].unflatten(2, (heads, -1))[:, :, own].flatten(2, 3)
 
         def fill(shown: torch.Tensor) -> torch.Tensor:
-            size = shown.shape[2] // len(own) if own else 1
-            whole = shown.new_zeros(*shown.shape[:2], len(self.is_own), size, *shown.shape[3:])
-            whole[:, :, own] = shown.unflatten(2, (len(own), size))
-            return back(whole.flatten(2, 3))
+            filled = torch.zeros_like(whole[0], dtype=shown.dtype).unflatten(2, (heads, -1))
+            if own:
+                filled[:, :, own] = shown.unflatten(2, (len(own), -1))
+            return back(filled.flatten(2, 3))
 
         return show_own, fill
 
@@ -178,7 +185,7 @@ def _rotated(heads: _Heads, result: tuple[Any, ...]) -> tuple[Any, ...]:
     queries, keys, *others = result
     queries = tap_as("attn.q_rot", queries, *heads.own("attn.q_rot", _swap_heads, _swap_heads))
     if not heads.has_copies_of("attn.k_rot"):
-        keys = tap_as("attn.k_rot", keys, _swap_heads, _swap_heads)
+        keys = tap_as("attn.k_rot", keys, *heads.own("attn.k_rot", _swap_heads, _swap_heads))
     return (queries, keys, *others)
 
 

@@ -239,9 +239,12 @@ def check_neuron_ls(
     elif ranks > len(usable):
         text = f"{ranks} ranks, and {len(usable)} cores that they may use"
         yield Check("ranks", FAIL, text, "Write a smaller parallel.tp, or take a larger host.")
+    elif visible and 1 < ranks < len(usable):  # torch_xla gives each rank one of exactly as many
+        text = f"{ranks} ranks, and NEURON_RT_VISIBLE_CORES={visible} names {len(usable)} cores"
+        yield Check("ranks", FAIL, text, "Name as many cores as there are ranks, or unset it.")
     if prediction:
         needed = prediction["port"] // ranks
-        share = f", by {ranks} ranks," if ranks > 1 else ""
+        share = f", split evenly over {ranks} ranks," if ranks > 1 else ""
         text = f"the largest stage is foretold to take{share} {size(needed)} of the {size(memory)} of a core"
         remedy = "Shard the stage over more cores, or give shorter prompts."
         yield Check("device memory", OK if needed <= memory else WARN, text, None if needed <= memory else remedy)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar, cast
 
 from layerproof import fingerprint, jobs
 from layerproof.errors import StageError
@@ -42,10 +42,12 @@ class Done(Generic[T]):
 class _Rank:
     number: int
     process: BaseProcess
+    ended: IO[bytes]
     messages: Connection
     reached: list[str] = field(default_factory=list)
     done: Done[Any] | None = None
     failure: StageError | None = None
+    failed_at: float = 0.0
 
     def __str__(self) -> str:
         return f"rank {self.number}"
@@ -75,20 +77,27 @@ def run(count: int, function: Callable[[int], T]) -> list[Done[T]]:
     }
     sys.stdout.flush()
     sys.stderr.flush()
-    ranks = [_start(number, environment, function) for number in range(count)]
+    ranks: list[_Rank] = []
     try:
+        for number in range(count):
+            ranks.append(_start(number, environment, function))
         _listen(ranks)
     finally:
         for rank in ranks:
             rank.process.kill()
             rank.process.join()
             rank.messages.close()
+            rank.ended.close()
     return [rank.done for rank in ranks if rank.done is not None]
 
 
 def code_of(done: Sequence[Done[Any]]) -> dict[str, str]:
-    """Fingerprints of all that any of these ran."""
-    return {entry: found for one in done for entry, found in one.code.items()}
+    """Fingerprints of all that any of these ran. What was edited between them gets one that nothing has."""
+    code: dict[str, str] = {}
+    for one in done:
+        for entry, found in one.code.items():
+            code[entry] = found if code.get(entry, found) == found else "edited while ranks ran"
+    return code
 
 
 def _start(number: int, environment: dict[str, str], function: Callable[[int], Any]) -> _Rank:
@@ -98,7 +107,9 @@ def _start(number: int, environment: dict[str, str], function: Callable[[int], A
     process = fork.Process(target=_be, args=(own, function, sender, os.getpid()))
     process.start()
     sender.close()
-    return _Rank(number, process, receiver)
+    # Not by its end of the pipe: what a rank starts may keep that open.
+    ended = os.fdopen(os.pidfd_open(cast("int", process.pid)), "rb")
+    return _Rank(number, process, ended, receiver)
 
 
 def _be(environment: dict[str, str], function: Callable[[int], Any], to_job: Connection, parent: int) -> None:
@@ -109,14 +120,16 @@ def _be(environment: dict[str, str], function: Callable[[int], Any], to_job: Con
     os.environ.update(environment)
     _share_cores(int(environment["WORLD_SIZE"]))
     seen: fingerprint.Seen = {}
+    directory = os.getcwd()
     try:
         with fingerprint.recording(seen):
             value = function(int(environment["RANK"]))
+        os.chdir(directory)  # where a port may have left it
         to_job.send((DONE, Done(value, fingerprint.fingerprints(seen), jobs.peak_memory())))
     except (Exception, SystemExit) as exception:
         if not isinstance(exception, StageError):
             traceback.print_exc()
-        to_job.send((FAILED, jobs.as_stage_error(exception)))
+        to_job.send((FAILED, (time.monotonic(), jobs.as_stage_error(exception))))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what a port or a device leaves behind may not end by itself
@@ -137,45 +150,53 @@ def _listen(ranks: Sequence[_Rank]) -> None:
     Raises:
         StageError: GRACE seconds after the first one failed or died, or when all did.
     """
-    first: _Rank | None = None
     deadline = None
     while waiting := [rank for rank in ranks if rank.done is None and rank.failure is None]:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait([rank.messages for rank in waiting], left)
+        ready = wait([source for rank in waiting for source in (rank.messages, rank.ended.fileno())], left)
         if not ready:
             break
         for rank in waiting:
             if rank.messages in ready:
                 _take(rank)
-            if rank.failure is not None and first is None:
-                first, deadline = rank, time.monotonic() + GRACE
-    if first is not None:
-        raise _failure(first, ranks)
+            elif rank.ended.fileno() in ready:
+                _died(rank)
+        if deadline is None and any(rank.failure for rank in ranks):
+            deadline = time.monotonic() + GRACE
+    if any(rank.failure for rank in ranks):
+        raise _failure(ranks)
 
 
 def _take(rank: _Rank) -> None:
     try:
         kind, content = rank.messages.recv()
-    except EOFError:
-        rank.process.join()
-        rank.failure = StageError(jobs.how_it_ended(rank.process.exitcode or 0))
+    except (EOFError, OSError):
+        _died(rank)
         return
     if kind == MARK:
         rank.reached.append(content)
     elif kind == DONE:
         rank.done = content
     else:
-        rank.failure = content
+        rank.failed_at, rank.failure = content
 
 
-def _failure(first: _Rank, ranks: Sequence[_Rank]) -> StageError:
-    assert first.failure is not None
-    if len({str(rank.failure) for rank in ranks}) == 1:
-        return first.failure
+def _died(rank: _Rank) -> None:
+    rank.process.join()
+    rank.failure = jobs.died(rank.process.exitcode or 0, "Its process")
+
+
+def _failure(ranks: Sequence[_Rank]) -> StageError:
+    """The error of the rank that died, or failed first: others fail because it is gone."""
+    failed = [(rank.failed_at, rank.number, rank, rank.failure) for rank in ranks if rank.failure is not None]
+    _, _, first, failure = min(failed)
+    texts = {str(rank.failure).removeprefix(f"{rank}: ") for rank in ranks}
+    if len(texts) == 1:
+        return failure
     last = first.reached[-1] if first.reached else None
     behind = [str(rank) for rank in ranks if last and last not in rank.reached]
-    hang = f" {' and '.join(behind)} never reached “{last}”.".replace(" rank", " Rank", 1) if behind else ""
-    return type(first.failure)(f"{first}: {first.failure}{hang}")
+    hang = f" {' and '.join(behind).capitalize()} never reached “{last}”." if behind else ""
+    return type(failure)(f"{first}: {str(failure).removeprefix(f'{first}: ')}{hang}")
 
 
 def _free_port() -> int:

@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 
 from layerproof import tensors
+from layerproof.errors import StageError
 from layerproof.metrics import Tensor
 from layerproof.taps import SPLIT_BY_RANKS, in_order
 
@@ -22,8 +23,12 @@ AXIS = 2
 """Of [batch, seq, heads or features...], where a tap is split."""
 
 
-LARGEST_CHANGE = 2**-8
-"""Relative L2 by which ranks that should have the same may differ: as taps may change an output, what bf16 can tell."""
+LARGEST_CHANGE = 2**-6
+"""Relative L2 of a token by which ranks that should have the same may differ: twice the rounding of a bf16 layer, as in the
+audit of compiled stages.
+"""
+SMALL_TOKEN = 2**-8
+"""Tokens whose norm is below this share of the median one's are held against that share."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,12 @@ class Ranks:
 
     def reason(self, name: str, found: Tensor, wanted: Tensor, is_sum_right: bool) -> str | None:
         """Why a tap fails for what is wrong between the ranks, if it does: ranks that should have the same differ by more
-        than bf16 can tell, or have the same part where each should have its own.
+        than rounding, or have the same part where each should have its own.
         `is_sum_right`: whether the sum over the ranks passes.
         """
         differs, copies = self.differ.get(name), self.copies.get(name, 1)
-        if differs and (differs["change"] is None or differs["change"] > LARGEST_CHANGE):
-            change = differs["change"]
-            by = "in shape or in what is not finite" if change is None else f"relative L2 {change:.2g}"
+        if differs and (differs["change"] is None or differs["change"] > _allowed(found)):
+            by = _told(differs["change"], found)
             missing = "; their sum is right, so it is the sum over the ranks that is missing" if is_sum_right else ""
             return f"ranks 0 and {differs['rank']} differ ({by}), where all should have the same{missing}"
         if copies > 1 and found.shape[:AXIS] == wanted.shape[:AXIS] and found.shape[AXIS] < wanted.shape[AXIS]:
@@ -69,11 +73,12 @@ def join(
     Of taps in SPLIT_BY_RANKS the ranks' parts are put together; parts that several ranks hold, such as key/value heads of
     which there are fewer than ranks, are there once. Of other taps the file has rank 0's. The document `ranks` says how many
     ranks there were, of which taps each part was held by several of them (`copies`), and which taps `differ` between ranks:
-    the rank that is furthest from rank 0 and the relative L2 by which it is (null if shapes differ, or what is not finite).
-    Such a tap is also there summed over the ranks, as `summed/TAP`.
+    the rank that is furthest from rank 0 and by what `change`: of floats the relative L2 of the valid token where it is
+    largest, of others the share of valid tokens (null if shapes differ, or what is not finite). A tap of floats that differs
+    by more than rounding is also there summed over the ranks, as `summed/TAP`.
 
     Raises:
-        StageError: if a rank's file cannot be read, or this one not be written.
+        StageError: if a rank's file cannot be read, a rank lacks a tap of another, or this file cannot be written.
     """
     joined: dict[str, Tensor] = {}
     summed: dict[str, Tensor] = {}
@@ -82,40 +87,89 @@ def join(
     with ExitStack() as stack:
         files: list[h5py.File] = [stack.enter_context(tensors.reading(path)) for path in parts]
         by_rank = [tensors.taps(file, "port") for file in files]
-        for name in in_order(by_rank[0]):
-            of_ranks = [Tensor(taps[name].data[...], taps[name].dtype) for taps in by_rank if name in taps]
+        for name in in_order({name for taps in by_rank for name in taps}):
+            lacking = [rank for rank, taps in enumerate(by_rank) if name not in taps]
+            if lacking:
+                raise StageError(f"rank {lacking[0]} hands no {name} over, and other ranks do. Tap it on all ranks.")
+            of_ranks = [Tensor(taps[name].data[...], taps[name].dtype) for taps in by_rank]
             if name in SPLIT_BY_RANKS:
                 joined[name], copies[name] = _together(of_ranks)
                 continue
             joined[name] = of_ranks[0]
-            if furthest := _furthest(of_ranks):
+            if furthest := _furthest(of_ranks, valid):
                 differ[name] = furthest
-                if furthest["change"] is not None and of_ranks[0].kind == "float":
+                if of_ranks[0].kind == "float" and (furthest["change"] or 0) > LARGEST_CHANGE:
                     summed[name] = _sum(of_ranks)
         attributes = tensors.attributes(files[0])
-        conversion = tensors.document_if_there(files[0], tensors.CONVERSION)
+        conversions = [tensors.document_if_there(file, tensors.CONVERSION) for file in files]
     several = {name: count for name, count in copies.items() if count > 1}
     documents = {tensors.RANKS: {"count": len(parts), "copies": several, "differ": differ}}
-    if conversion:
-        documents[tensors.CONVERSION] = conversion | {"ranks": len(parts)}
+    if conversions[0]:
+        documents[tensors.CONVERSION] = _converted(conversions)
     if graphs:
         documents[tensors.COMPILED] = _traced(graphs)
     groups = {"port": joined} | ({"summed": summed} if summed else {})
     tensors.write(output, groups, valid=valid, attributes=attributes, documents=documents)
 
 
-def part(name: str, whole: Tensor, shapes: Sequence[Sequence[int]], rank: int) -> Tensor:
-    """What a rank holds of a tap, where those of the ranks have these shapes: parts in their order, each one held by as many
-    adjacent ranks as it takes. The whole tap if it is not split so.
+Held = tuple[tuple[int, ...], str]
+"""Of a rank's part its shape and the digest of its values."""
+
+
+def held(tensor: Tensor) -> Held:
+    """What other ranks have to know of a part."""
+    return tensor.shape, hashlib.sha256(_values(tensor).tobytes()).hexdigest()
+
+
+def part(name: str, whole: Tensor, of_ranks: Sequence[Held], rank: int) -> Tensor:
+    """What a rank should hold of a tap, where ranks hold these: parts in their order, each one held by as many ranks as it
+    takes, adjacent ones unless it is seen to be every so many. The whole tap if it is not split so.
     """
-    if name not in SPLIT_BY_RANKS or any(len(shape) <= AXIS for shape in (whole.shape, *shapes)):
+    if name not in SPLIT_BY_RANKS or any(len(shape) <= AXIS for shape in (whole.shape, *(one[0] for one in of_ranks))):
         return whole
-    sizes = [shape[AXIS] for shape in shapes]
+    sizes, digests = [shape[AXIS] for shape, _ in of_ranks], [digest for _, digest in of_ranks]
     copies, rest = divmod(sum(sizes), whole.shape[AXIS])
-    if rest or not copies:
+    if rest or not copies or len(sizes) % copies:
         return whole
-    begin = sum(sizes[: rank // copies * copies : copies])
+    pieces = len(sizes) // copies
+    is_strided = pieces > 1 < copies and _first(digests) == _strided(len(sizes), pieces)
+    own, before = (rank % pieces, sizes[:pieces]) if is_strided else (rank // copies, sizes[::copies])
+    begin = sum(before[:own])
     return Tensor(whole.data[:, :, begin : begin + sizes[rank]], whole.dtype)
+
+
+def _first(digests: Sequence[str]) -> list[int]:
+    """Of each rank the first one that holds the same."""
+    return list(map(list(digests).index, digests))
+
+
+def _strided(count: int, pieces: int) -> list[int]:
+    return [rank % pieces for rank in range(count)]
+
+
+def _converted(conversions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rank 0's parameters, with what went into them on any rank, and whether any left them as they were built; and the
+    largest number of times that a rank read a tensor: each may read its own.
+    """
+    parameters = {name: dict(entry) for name, entry in conversions[0]["parameters"].items()}
+    for name, entry in parameters.items():
+        same = [one["parameters"][name] for one in conversions if name in one["parameters"]]
+        entry["of"] = sorted({source for other in same for source in other["of"]})
+        entry["initial"] = any(other["initial"] for other in same)
+    reads = {name: max(one["reads"][name] for one in conversions) for name in conversions[0]["reads"]}
+    return {"reads": reads, "parameters": parameters, "ranks": len(conversions)}
+
+
+def _allowed(tensor: Tensor) -> float:
+    return LARGEST_CHANGE if tensor.kind == "float" else 0.0
+
+
+def _told(change: float | None, tensor: Tensor) -> str:
+    if change is None:
+        return "in shape or in what is not finite"
+    return (
+        f"relative L2 {change:.2g} at the worst token" if tensor.kind == "float" else f"at {change:.2%} of the tokens"
+    )
 
 
 def _traced(graphs: Sequence[tuple[Mapping[str, Any], str]]) -> dict[str, Any]:
@@ -130,14 +184,13 @@ def _traced(graphs: Sequence[tuple[Mapping[str, Any], str]]) -> dict[str, Any]:
 def _together(parts: Sequence[Tensor]) -> tuple[Tensor, int]:
     """The parts in the order of their ranks, and how many ranks hold the same one: adjacent ranks, or every so many."""
     count = len(parts)
-    held = [hashlib.sha256(_values(part).tobytes()).digest() for part in parts]
-    first = list(map(held.index, held))
+    first = _first([held(part)[1] for part in parts])
     for copies in range(count, 0, -1):
         pieces = count // copies
         if count % copies == 0:
             if first == [rank // copies * copies for rank in range(count)]:
                 return _concatenated(parts[::copies]), copies
-            if first == [rank % pieces for rank in range(count)]:
+            if first == _strided(count, pieces):
                 return _concatenated(parts[:pieces]), copies
     return _concatenated(parts), 1
 
@@ -153,23 +206,29 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     return Tensor(np.concatenate(list(map(_values, parts)), AXIS), parts[0].dtype)
 
 
-def _furthest(of_ranks: Sequence[Tensor]) -> dict[str, Any] | None:
+def _furthest(of_ranks: Sequence[Tensor], valid: np.ndarray) -> dict[str, Any] | None:
     """The rank that is furthest from rank 0, and how far; None if all have the same."""
-    found = [{"rank": rank, "change": _change(tensor, of_ranks[0])} for rank, tensor in enumerate(of_ranks)]
+    found = [{"rank": rank, "change": _change(tensor, of_ranks[0], valid)} for rank, tensor in enumerate(of_ranks)]
     unlike = [one for one in found if one["change"] is None]
     furthest = unlike[0] if unlike else max(found, key=lambda one: one["change"])
     return None if furthest["change"] == 0 else furthest
 
 
-def _change(tensor: Tensor, first: Tensor) -> float | None:
+def _change(tensor: Tensor, first: Tensor, valid: np.ndarray) -> float | None:
+    """By what a rank's tap is another than the first one's, at valid tokens: see `join`."""
     if tensor.shape != first.shape or tensor.dtype != first.dtype:
         return None
-    mine, other = (one.floats(_values(one)) for one in (tensor, first))
+    where = valid if first.shape[:2] == valid.shape else np.ones(first.shape[:2], bool)
+    mine, other = (one.floats(_values(one)[where]).reshape(where.sum(), -1) for one in (tensor, first))
+    if first.kind != "float":
+        return float((mine != other).any(axis=1).mean()) if len(mine) else 0.0
     finite = np.isfinite(mine) & np.isfinite(other)
     if not np.array_equal(mine[~finite], other[~finite], equal_nan=True):
         return None
-    size = float(np.linalg.norm(other[finite]))
-    return float(np.linalg.norm(mine[finite] - other[finite])) / max(size, np.finfo(np.float64).tiny)
+    mine, other = np.where(finite, mine, 0.0), np.where(finite, other, 0.0)
+    sizes = np.linalg.norm(other, axis=1)
+    floor = max(SMALL_TOKEN * float(np.median(sizes)), np.finfo(np.float64).tiny) if len(sizes) else 1.0
+    return float((np.linalg.norm(mine - other, axis=1) / np.maximum(sizes, floor)).max(initial=0.0))
 
 
 def _sum(of_ranks: Sequence[Tensor]) -> Tensor:

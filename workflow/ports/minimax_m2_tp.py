@@ -76,5 +76,5 @@ def convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple
     """A rank's part of the tensors of a stage."""
     for name, tensor in minimax_m2.convert(stage, weights):
         if name in SPLIT_AXES:
-            tensor = tensor.chunk(dist.get_world_size(), SPLIT_AXES[name])[dist.get_rank()].contiguous()
+            tensor = tensor.chunk(dist.get_world_size(), SPLIT_AXES[name])[dist.get_rank()].clone()
         yield name, tensor

@@ -35,7 +35,7 @@ def memory_of(side, stages_of, at_once=False):
                 (part[side] - part["weights"][side] for part in parts), default=0
             )
         processes = SETTINGS["parallel"]["tp"] if side == "port" else 1
-        return math.ceil(attempt * (processes * IMPORTS + ROOM * needed) / 1e6)
+        return math.ceil(attempt * processes * (IMPORTS + ROOM * needed) / 1e6)  # each rank may convert the whole stage
 
     return mem_mb
 

@@ -74,7 +74,8 @@ class BaseGroupQueryAttention(nn.Module):
     def copied(self, weight):
         keys = self._src_num_key_value_heads
         heads = weight.unflatten(0, (keys, self.head_dim)).repeat_interleave(self.num_key_value_heads // keys, 0)
-        return heads.flatten(0, 1)
+        zeros = weight.new_zeros(self.num_key_value_heads - len(heads), *heads.shape[1:])
+        return torch.cat((heads, zeros)).flatten(0, 1)
 
 
 class GroupQueryAttention_QKV(BaseGroupQueryAttention):
