@@ -1,4 +1,6 @@
-"""The order of tests: what waits longest comes first, so that it does not wait alone at the end."""
+"""The order of tests: what waits longest comes first. And what one leaves is not for the next."""
+
+import sys
 
 import pytest
 
@@ -11,3 +13,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return min(marks, default=len(SLOWEST_FIRST))
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def own_path():
+    """What a test imports from, a port called torch.py among it, is not for the next one."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before

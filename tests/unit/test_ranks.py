@@ -1,9 +1,11 @@
 """The ranks of a job, in real processes."""
 
+import multiprocessing
 import os
 import signal
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import psutil
 import pytest
@@ -12,8 +14,8 @@ from layerproof import fingerprint, jobs, ranks
 from layerproof.errors import StageError, StageMissing
 
 
-def test_each_rank_has_its_number_and_all_can_talk():
-    def on_host(rank):
+def sum_of_ranks():
+    def work(rank):
         import torch
         import torch.distributed as dist
 
@@ -23,13 +25,21 @@ def test_each_rank_has_its_number_and_all_can_talk():
         environment = distributed.initialise("cpu")
         total = torch.tensor([10.0**rank])
         dist.all_reduce(total)
-        return environment.rank, environment.world_size, os.environ["LOCAL_RANK"], total.item()
+        every = distributed.of_all_ranks({"rank": rank})
+        return environment.rank, environment.world_size, os.environ["LOCAL_RANK"], total.item(), len(every)
 
     before = dict(os.environ)
-    done = ranks.run(3, on_host)
-    assert [one.value for one in done] == [(rank, 3, str(rank), 111.0) for rank in range(3)]
-    assert all(one.peak_rss_bytes > 1 << 20 for one in done)
+    done = ranks.run(3, work)
     assert dict(os.environ) == before
+    return done
+
+
+def test_each_rank_has_its_number_and_all_can_talk(monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # which is in no group yet
+        done = process.submit(sum_of_ranks).result()
+    assert [one.value for one in done] == [(rank, 3, str(rank), 111.0, 3) for rank in range(3)]
+    assert all(one.peak_rss_bytes > 1 << 20 for one in done)
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_named():
@@ -40,13 +50,13 @@ def test_a_rank_that_fails_ends_the_others_and_is_named():
             raise ValueError("no weights for me")
         time.sleep(60)
 
-    started = time.monotonic()
+    started, before = time.monotonic(), psutil.Process().children()
     with pytest.raises(StageError) as caught:
         ranks.run(3, work)
     assert time.monotonic() - started < 30
     assert str(caught.value).startswith("rank 1: ValueError at test_ranks.py:")
     assert str(caught.value).endswith("no weights for me Rank 0 and rank 2 never reached “summed”.")
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def test_what_all_ranks_say_is_said_once():

@@ -165,7 +165,6 @@ def make_port(args: argparse.Namespace) -> None:
     Each stage has its own stamp and record, so only those that changed, and those that their change reaches, run again.
     """
     weights = {path.stem: path for path in args.weights}
-    is_traced = args.spec["compile"] and "chain" not in args.spec
 
     @fingerprint.cached
     def start() -> Runner:
@@ -207,7 +206,7 @@ def make_port(args: argparse.Namespace) -> None:
         inputs = tuple(path for path in (weights[output.stem], args.tokens, args.config, before) if path)
         job = jobs.Job(args.verb, args.spec | {"stage": output.stem}, stamp, inputs, (output,), record)
         files = weights[output.stem], before, source
-        trace = functools.partial(trace_stage, *files) if is_traced else None
+        trace = functools.partial(trace_stage, *files) if "chain" not in args.spec else None
         make = functools.partial(make_stage, *files)
         tasks.append((job, functools.partial(_by_ranks, args, make, output, trace)))
         before, source = output, "port/out"
@@ -560,7 +559,7 @@ def _by_ranks(
     trace: Callable[[], tuple[dict[str, Any], str]] | None = None,
 ) -> Mapping[str, Any]:
     """A file of the port that `make` writes: here, or by several ranks a part each, which are put together. With `trace`
-    these tell of their graphs, too. Returns facts for the record.
+    and `port.compile` these tell of their graphs, too. Returns facts for the record.
     """
     count = args.spec["tp"]
     if count == 1:
@@ -575,7 +574,7 @@ def _by_ranks(
 
     try:
         made = ranks.run(count, lambda rank: make(parts[rank]))
-        traced = ranks.run(count, lambda rank: trace()) if trace else []
+        traced = ranks.run(count, lambda rank: trace()) if trace and args.spec["compile"] else []
         joined = ranks.run(1, lambda rank: join([one.value for one in traced]))
     finally:
         for part in parts:
