@@ -7,7 +7,6 @@ of one on a free port. Every step leaves a mark per rank in the log, so a hang n
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from layerproof.errors import UserError
-from layerproof.ranks import mark
+from layerproof.ranks import free_port, mark
 
 BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
 
@@ -126,9 +125,7 @@ def _default_environment() -> None:
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+        os.environ["MASTER_PORT"] = str(free_port())
 
 
 def _device(platform: str, hardware: str, rank: int) -> torch.device:

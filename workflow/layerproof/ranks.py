@@ -71,7 +71,7 @@ def run(count: int, function: Callable[[int], T]) -> list[Done[T]]:
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": "layerproof",  # by which torch_xla knows that each rank is to have a core of its own
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
@@ -199,7 +199,8 @@ def _failure(ranks: Sequence[_Rank]) -> StageError:
     return type(failure)(f"{first}: {str(failure).removeprefix(f'{first}: ')}{hang}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
