@@ -66,7 +66,7 @@ def main(directory: Path) -> None:
     diagnoses = [verdicts.undiagnosed(stage) for stage in stages]
     verdict = verdicts.collect(comparisons, [], diagnoses)
     shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, foretold, [], [])
-    write_text(results / "report.html", report.render(TEMPLATE, *shown, settings))
+    write_text(results / "report.html", report.render(TEMPLATE, *shown, {"config": settings}))
 
 
 if __name__ == "__main__":

@@ -565,6 +565,44 @@ def test_entries_do_not_depend_on_lines(package):
     assert own.record() == recorded
 
 
+def entries_after(function, *args):
+    """The entries, with the name of the file alone, that a job of a process has which runs only this."""
+    seen = {}
+    with fingerprint.recording(seen):
+        function(*args)
+    return {f"{Path(entry.split('::')[0]).stem}::{entry.split('::')[1]}" for entry in fingerprint.fingerprints(seen)}
+
+
+def test_of_a_process_with_several_jobs_each_is_looked_at_with_what_is_loaded_by_then(package):
+    own = package(
+        main="""
+            def run(late):
+                if late:
+                    import own.limits as limits
+
+                    return limits.LIMIT
+        """,
+        limits="LIMIT = 1\n",
+    )
+    run = importlib.import_module("own.main").run
+    assert "limits::=LIMIT" not in entries_after(run, False)
+    assert "limits::=LIMIT" in entries_after(run, True)
+    own.edit("limits.py", "LIMIT = 1", "OTHER = LIMIT = 1")
+    assert "limits::=LIMIT" in entries_after(run, True), "also of a file that was edited between two jobs"
+
+
+def test_of_a_process_with_several_jobs_each_is_looked_at_with_the_modules_that_it_has_by_then(package):
+    package(
+        main="from own import limits\nfrom own import others\n\ndef run():\n    return limits.LIMIT\n",
+        limits="LIMIT = 1\n",
+        others="LIMIT = 2\n",
+    )
+    main = importlib.import_module("own.main")
+    assert "others::=LIMIT" not in entries_after(main.run)
+    main.limits = main.others
+    assert "others::=LIMIT" in entries_after(main.run)
+
+
 def test_record_is_plain_json(package):
     recorded = package().record()
     assert json.loads(json.dumps(recorded)) == recorded

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 
 def main() -> int:
@@ -11,7 +10,7 @@ def main() -> int:
         from layerproof.client import submit
 
         if sys.argv[1:]:
-            return submit(Path(workers), sys.argv[1:])
+            return submit(workers, sys.argv[1:])
     from layerproof.cli import run
 
     return run(sys.argv[1:])

@@ -1,24 +1,17 @@
 """Hands a job to a process that the jobs of one call of snakemake share (worker.py), in place of running it.
 
-Imports little: of a job that has nothing to do this is most of what it takes.
+Imports next to nothing, because of most jobs of a small model this is the longest part: what Python's `socket`, `json`,
+`hashlib` and `pathlib` bring with them takes three times as long as its own start.
 """
 
 from __future__ import annotations
 
-import contextlib
+import _socket
 import fcntl
-import hashlib
-import itertools
-import json
 import os
-import re
-import signal
-import socket
+import struct
 import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+import zlib
 
 SIDES = {
     **dict.fromkeys(("weights", "tokens", "predict", "golden"), "golden"),
@@ -33,46 +26,50 @@ BY_KIND = ("port", "diagnose")
 something in its first job that the next one uses, such as a compiled graph or a table; and faults are registered when the
 dictionary is imported.
 """
-DIGITS = 12
-"""Of the digests that name environments and kinds."""
+DIGITS = 8
+"""Of the checksums that name environments and kinds."""
 PLUGINS = ("libneuronxla", "libtpu", "torch_xla_cuda_plugin")
 """Packages with which torch_xla may take another device than the CPU by itself."""
 HOST, DEVICE = b"h", b"d"
 """Whether the process of a job holds a device, so that an idle one of another kind has to end before it."""
+NO_DIGITS = dict.fromkeys(map(ord, "0123456789"))
 
 
-def submit(folder: Path, argv: Sequence[str]) -> int:
+def submit(folder: str, argv: list[str]) -> int:
     """Has a command line run by a server, and returns its exit code.
 
     `folder` is where the servers' sockets are; its name ends with the number of the process with which the servers end. Of
     a job whose process dies the error is left as `jobs.run_apart` leaves it, or told.
     """
     side = side_of(argv[0])
-    environment = _digest(sorted(os.environ.items()))
-    kind = _kind(argv) if side in BY_KIND else _digest(None)  # before the server waits for it
-    apart, finished, died = False, 0, -signal.SIGKILL  # of the server, if it says nothing
+    environment = _checksum(sorted(os.environ.items()))
+    kind = _kind(argv) if side in BY_KIND else _checksum(None)  # before the server waits for it
     try:
-        connected = _connected(folder / f"{side}-{environment}")
+        server = _connected(f"{folder}/{side}-{environment}")
     except (OSError, AttributeError) as error:  # such as a name too long for a socket, or a Python without pidfd_open
         print(f"This job does not share a process with others: {folder}: {error}", flush=True)
         from layerproof import cli
 
         return cli.run(argv)
-    with connected as server, contextlib.suppress(ConnectionError):
-        socket.send_fds(
-            server, [kind.encode(), HOST if _is_on_host(argv) else DEVICE], [sys.stdout.fileno(), sys.stderr.fileno()]
-        )
-        server.sendall(json.dumps({"argv": list(argv), "directory": os.getcwd()}).encode() + b"\n")
-        for line in server.makefile():
-            word, _, number = line.strip().partition(" ")
-            if word == "exit":
-                return int(number)
-            apart |= word == "apart"
-            finished += word == "finished"
-            died = int(number) if word == "died" else died
+    said: list[tuple[str, int]] = []
+    try:
+        _hand_over(server, kind.encode() + (HOST if _is_on_host(argv) else DEVICE), argv)
+        with open(server.detach()) as lines:
+            for line in lines:
+                word, _, number = line.strip().partition(" ")
+                said.append((word, int(number or 0)))
+                if word == "exit":
+                    return said[-1][1]
+    except ConnectionError:
+        pass
+    import signal
+
     from layerproof import cli, jobs
 
-    if apart:
+    died = dict(said).get("died", -signal.SIGKILL)  # of the server, if it says nothing
+    words = [word for word, _ in said]
+    if "apart" in words:
+        finished = words.count("finished")
         return cli.run(argv, lambda tasks, leave_error: jobs.blame(tasks, leave_error, finished, died))
     print(f"error: {jobs.how_it_ended(died)} Run it again.", file=sys.stderr)
     return 1
@@ -83,44 +80,64 @@ def side_of(verb: str) -> str:
     return SIDES.get(verb, "other")
 
 
-def _is_on_host(argv: Sequence[str]) -> bool:
+def _is_on_host(argv: list[str]) -> bool:
     """Whether a job is known to hold no device: a port on XLA:CPU."""
-    spec = json.loads(argv[argv.index("--spec") + 1]) if "--spec" in argv else {}
-    device = spec.get("device")
+    if side_of(argv[0]) != "port" or "--spec" not in argv:
+        return False
+    import json
+    from importlib.util import find_spec
+
+    device = json.loads(argv[argv.index("--spec") + 1]).get("device")
     if device == "auto":
         device = os.environ.get("PJRT_DEVICE") or ("CPU" if not any(map(find_spec, PLUGINS)) else None)
-    return side_of(argv[0]) == "port" and device == "CPU"
+    return device == "CPU"
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:DIGITS]
+def _checksum(value: object) -> str:
+    return f"{zlib.crc32(os.fsencode(repr(value))):0{DIGITS}x}"
 
 
-def _kind(argv: Sequence[str]) -> str:
+def _kind(argv: list[str]) -> str:
     """Stages of one kind have weights of the same names, but for numbers, dtypes and shapes."""
-    files = argv[argv.index("--weights") + 1 :] if "--weights" in argv else ()
+    import json
+
     weights = set()
-    for file in itertools.takewhile(lambda argument: not argument.startswith("--"), files):
-        with contextlib.suppress(OSError, ValueError):  # the job says what is wrong
-            for name, tensor in json.loads(Path(file).read_text()).get("tensors", {}).items():
-                weights.add((re.sub(r"\d+", "", name), tensor["dtype"], *tensor["shape"]))
-    return _digest(sorted(weights, key=str))
+    for name in argv[argv.index("--weights") + 1 :] if "--weights" in argv else ():
+        if name.startswith("--"):
+            break
+        try:
+            with open(name, encoding="utf-8") as file:
+                tensors = json.load(file).get("tensors", {})
+        except (OSError, ValueError):  # the job says what is wrong
+            continue
+        weights |= {(name.translate(NO_DIGITS), one["dtype"], *one["shape"]) for name, one in tensors.items()}
+    return _checksum(sorted(weights, key=str))
 
 
-def _connected(address: Path) -> socket.socket:
+def _connected(address: str) -> _socket.socket:
     """A connection to the server at `address`, which is started if there is none."""
-    address.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if address.parent.lstat().st_uid != os.getuid():
+    folder = os.path.dirname(address)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if os.lstat(folder).st_uid != os.getuid():
         raise PermissionError("the folder is somebody else's")
-    client = socket.socket(socket.AF_UNIX)
-    with open(address.parent / "lock", "w") as lock:
+    client = _socket.socket(_socket.AF_UNIX)
+    with open(f"{folder}/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            client.connect(str(address))
+            client.connect(address)
         except (FileNotFoundError, ConnectionRefusedError):
-            address.unlink(missing_ok=True)
+            if os.path.lexists(address):
+                os.unlink(address)
             from layerproof.worker import start_server
 
             start_server(address)
-            client.connect(str(address))
+            client.connect(address)
     return client
+
+
+def _hand_over(server: _socket.socket, what: bytes, argv: list[str]) -> None:
+    """Sends what the server has to know with this process's outputs, and to the runner the directory and command line."""
+    outputs = struct.pack("2i", sys.stdout.fileno(), sys.stderr.fileno())
+    server.sendmsg([what], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, outputs)])
+    job = os.fsencode("\0".join([os.getcwd(), *argv]))
+    server.sendall(b"%d\n%s" % (len(job), job))

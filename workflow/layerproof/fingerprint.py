@@ -44,6 +44,8 @@ Definition = Function | ast.ClassDef
 
 Seen = dict[int, tuple[CodeType, float | None]]
 """Code that ran, by its identity, with the modification time that its file had when it was loaded."""
+Entry = tuple[str, str]
+"""A file by its absolute path, and what is after the `::` of an entry."""
 
 
 @contextlib.contextmanager
@@ -235,27 +237,28 @@ def fingerprints(seen: Seen) -> dict[str, str]:
 
     What was edited while the job ran gets a fingerprint that nothing has, so that the job runs again.
     """
-    for of_last_time in (_modules, _parsed):  # more may be loaded, and files edited
-        of_last_time.cache_clear()
-    entries: set[str] = set()
+    _forget_what_changed()
+    entries: set[Entry] = set()
     edited: set[str] = set()
     for code, modified in seen.values():
-        if not _is_own(code.co_filename) or modified is None:
+        file = code.co_filename
+        if not _is_own(file) or modified is None or _is_generated(Path(file), modified):
             continue
-        path = Path(code.co_filename)
-        if _is_generated(path, modified):
-            continue
-        if modified >= STARTED or _modified(code.co_filename) != modified:
-            edited.add(f"{_relative(path)}::")
+        if modified >= STARTED or _modified(file) != modified:
+            edited.add(_written(file, ""))
         else:
-            _add_closure(path, _entry_of(_parsed(path), code), entries)
-    used = {entry.partition("::")[0] for entry in entries}
+            entries.add((file, _entry_of(_parsed(file), code)))
+    left = list(entries)
+    while left:
+        new = _used_by(*left.pop()) - entries
+        entries |= new
+        left += new
+    used = {_relative(file) for file, _ in entries}
     for file, modified in _loaded.items():  # also where no function ran, but a constant was used
-        if _relative(Path(file)) in used and _modified(file) != modified:
-            edited.add(f"{_relative(Path(file))}::")
-    return {entry: current(entry) for entry in sorted(entries)} | dict.fromkeys(
-        sorted(edited), "edited while the job ran"
-    )
+        if _relative(file) in used and _modified(file) != modified:
+            edited.add(_written(file, ""))
+    known = {_written(file, local): _parsed(file).fingerprint(local) for file, local in entries}
+    return dict(sorted(known.items())) | dict.fromkeys(sorted(edited), "edited while the job ran")
 
 
 def lasting(seen: Seen) -> Seen:
@@ -280,9 +283,8 @@ def changed(recorded: Mapping[str, str]) -> list[str]:
 def current(entry: str) -> str:
     """Fingerprint of an entry as its file is now; a text that is no digest if the file or entry is gone or broken."""
     name, _, local = entry.partition("::")
-    path = REPOSITORY / name
     try:
-        return _parse(path).fingerprint(local)
+        return _parse(str(REPOSITORY / name)).fingerprint(local)
     except OSError:
         return "file is gone"
     except (SyntaxError, ValueError):
@@ -370,21 +372,25 @@ class _Source:
         return [self.classes[name]] if name in self.classes else self.bindings[name]
 
 
-def _parse(path: Path) -> _Source:
-    status = path.stat()
-    return _parse_version(path, status.st_mtime_ns, status.st_size)
+def _parse(file: str) -> _Source:
+    return _parse_version(file, *_version(file))
 
 
 @functools.cache
-def _parsed(path: Path) -> _Source:
+def _parsed(file: str) -> _Source:
     """`_parse` as it was when a set of fingerprints was begun: it looks at few files thousands of times."""
-    return _parse(path)
+    return _parse(file)
+
+
+def _version(file: str) -> tuple[int, int]:
+    status = os.stat(file)
+    return status.st_mtime_ns, status.st_size
 
 
 @functools.cache
-def _parse_version(path: Path, mtime_ns: int, size: int) -> _Source:
+def _parse_version(file: str, mtime_ns: int, size: int) -> _Source:
     source = _Source()
-    for statement in ast.parse(path.read_bytes()).body:
+    for statement in ast.parse(Path(file).read_bytes()).body:
         if isinstance(statement, Definition):
             source.bindings.setdefault(statement.name, []).append(statement)
             _add_definition(source, statement, "")
@@ -457,6 +463,7 @@ def _bound_names(statement: ast.stmt) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+@functools.cache
 def _is_own(filename: str) -> bool:
     """Whether a file is Python source that no package manager installed; not a template, say, that Jinja compiled.
 
@@ -477,26 +484,48 @@ def _entry_of(source: _Source, code: CodeType) -> str:
     return ""
 
 
-def _add_closure(path: Path, local: str, entries: set[str]) -> None:
-    """Adds an entry and whatever it uses in our own files."""
-    entry = f"{_relative(path)}::{local}"
-    if entry in entries:
-        return
-    entries.add(entry)
-    source = _parsed(path)
-    _add_closure(path, "", entries)
+def _forget_what_changed() -> None:
+    """Has `_used_by` look again if more was loaded, or a file edited, and `_parsed` in any case."""
+    _parsed.cache_clear()
+    loaded = list(map(id, sys.modules.values()))
+    if loaded != _loaded_modules or any(_state(file) != before for file, before in _looked_at.items()):
+        _loaded_modules[:] = loaded
+        _looked_at.clear()
+        _modules.cache_clear()
+        _used_by.cache_clear()
+
+
+def _state(file: str) -> Any:
+    """What `_used_by` finds in a file depends on this, besides on which modules are loaded."""
+    return _modified(file), [
+        (name, id(value)) for name, value in _globals(file).items() if isinstance(value, ModuleType)
+    ]
+
+
+_looked_at: dict[str, Any] = {}
+"""Files in which `_used_by` looked, with their state."""
+_loaded_modules: list[int] = []
+"""All that were loaded then, by their identity."""
+
+
+@functools.cache
+def _used_by(file: str, local: str) -> set[Entry]:
+    """The entries in our own files that an entry uses by itself."""
+    if file not in _looked_at:
+        _looked_at[file] = _state(file)
+    source = _parsed(file)
+    entries = {(file, "")}
     owner = local.rpartition(".")[0]
     if owner in source.classes:
-        _add_closure(path, f"={owner}", entries)
-    module = _modules().get(str(path))
+        entries.add((file, f"={owner}"))
+    module = _modules().get(file)
     for parts in source.uses(local):
         used = {name for part in parts for name in part.names}
-        for name in used & source.bindings.keys():
-            _add_closure(path, f"={name}", entries)
+        entries |= {(file, f"={name}") for name in used & source.bindings.keys()}
         if module is not None:
             _add_starred(module, source, used - source.bindings.keys(), entries)
         for part in parts:
-            here = dict(vars(module)) if module is not None else {}
+            here = _globals(file)
             for statement in part.imports:
                 if local and isinstance(statement, ast.ImportFrom) and module is not None:
                     _add_imported(module, statement, local, entries)
@@ -507,19 +536,24 @@ def _add_closure(path: Path, local: str, entries: set[str]) -> None:
                     here |= {alias.asname or alias.name: getattr(target, alias.name, None) for alias in statement.names}
             for chain in part.chains:
                 _add_attribute(here, chain, entries)
+    return entries
 
 
-def _add_starred(module: ModuleType, source: _Source, names: set[str], entries: set[str]) -> None:
+def _globals(file: str) -> dict[str, Any]:
+    module = _modules().get(file)
+    return dict(vars(module)) if module is not None else {}
+
+
+def _add_starred(module: ModuleType, source: _Source, names: set[str], entries: set[Entry]) -> None:
     """Adds names that a module does not bind itself but has from `from ... import *`."""
     stars = [node for bound in source.bindings.get(STAR, []) for node in ast.walk(bound) if _is_star(node)]
     for statement in stars if names else []:
         target = _target(module, statement)
-        filename = getattr(target, "__file__", None)
-        if target is None or not filename or not _is_own(filename):
+        file = getattr(target, "__file__", None)
+        if target is None or not file or not _is_own(file):
             continue
-        starred = _parsed(Path(filename))
-        for name in names & starred.bindings.keys():
-            _add_closure(Path(filename), f"={name}", entries)
+        starred = _parsed(file)
+        entries |= {(file, f"={name}") for name in names & starred.bindings.keys()}
         _add_starred(target, starred, names - starred.bindings.keys(), entries)
 
 
@@ -533,7 +567,7 @@ def _imported_modules(statement: ast.Import) -> dict[str, ModuleType | None]:
     return {name: sys.modules.get(alias.name if alias.asname else name) for name, alias in names}
 
 
-def _add_attribute(here: Mapping[str, Any], chain: tuple[str, ...], entries: set[str]) -> None:
+def _add_attribute(here: Mapping[str, Any], chain: tuple[str, ...], entries: set[Entry]) -> None:
     """Adds what `pkg.mod.NAME` stands for, if all before the last name are modules."""
     target = here.get(chain[0])
     for name in chain[1:-1]:
@@ -542,7 +576,7 @@ def _add_attribute(here: Mapping[str, Any], chain: tuple[str, ...], entries: set
         _add_binding(target, chain[-1], entries)
 
 
-def _add_imported(module: ModuleType, statement: ast.ImportFrom, local: str, entries: set[str]) -> None:
+def _add_imported(module: ModuleType, statement: ast.ImportFrom, local: str, entries: set[Entry]) -> None:
     """Adds what a statement imports: in a function all of it, else what makes the entry's binding."""
     target = _target(module, statement)
     for alias in statement.names:
@@ -557,10 +591,10 @@ def _target(module: ModuleType, statement: ast.ImportFrom) -> ModuleType | None:
     return sys.modules.get(".".join([*parents, *([statement.module] if statement.module else [])]))
 
 
-def _add_binding(module: ModuleType, name: str, entries: set[str]) -> None:
-    filename = getattr(module, "__file__", None)
-    if filename and _is_own(filename) and name in _parsed(Path(filename)).bindings:
-        _add_closure(Path(filename), f"={name}", entries)
+def _add_binding(module: ModuleType, name: str, entries: set[Entry]) -> None:
+    file = getattr(module, "__file__", None)
+    if file and _is_own(file) and name in _parsed(file).bindings:
+        entries.add((file, f"={name}"))
 
 
 @functools.cache
@@ -569,9 +603,14 @@ def _modules() -> dict[str, ModuleType]:
     return {name: module for module in [*sys.modules.values()][::-1] if (name := getattr(module, "__file__", None))}
 
 
+def _written(file: str, local: str) -> str:
+    """An entry as records have it."""
+    return f"{_relative(file)}::{local}"
+
+
 @functools.cache
-def _relative(path: Path) -> str:
-    path = path.resolve()
+def _relative(file: str) -> str:
+    path = Path(file).resolve()
     return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
 
 

@@ -9,7 +9,7 @@ Where it matters a job is as alone as in a process of its own: a runner that die
 client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
 when source that a runner has loaded was edited, the next job gets a fresh one. All of them end with snakemake.
 
-Clients import little, so that a job that has nothing to do takes no time.
+Clients import next to nothing, so that a job that has nothing to do takes no time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import faulthandler
 import functools
 import gc
 import importlib
-import json
 import os
 import select
 import shutil
@@ -53,16 +52,16 @@ use one that its parent did.
 """
 
 
-def start_server(address: Path) -> None:
+def start_server(address: str) -> None:
     """Starts a server whose socket is at `address`; it is there for clients at once.
 
     Raises:
         OSError: if there can be no such socket, or the process with which the server is to end cannot be seen from here.
     """
-    owner = address.parent.name.rpartition("-")[2]
+    owner = Path(address).parent.name.rpartition("-")[2]
     os.close(os.pidfd_open(int(owner)))
-    with socket.socket(socket.AF_UNIX) as listening, open(address.parent / "log", "ab") as log:
-        listening.bind(str(address))
+    with socket.socket(socket.AF_UNIX) as listening, open(Path(address).parent / "log", "ab") as log:
+        listening.bind(address)
         listening.listen()
         subprocess.Popen(  # which no terminal interrupts
             _command(listening, "serve", int(owner)),
@@ -308,13 +307,13 @@ def run_jobs(control: socket.socket, server: int) -> None:
             control.set_inheritable(True)
             os.execve(sys.executable, *beginning)  # the job waits meanwhile
         _, files, *_ = socket.recv_fds(control, 1, FILES)
-        with socket.socket(fileno=files[0]) as client, client.makefile() as lines:
-            request = json.loads(lines.readline())
-        sys.argv = ["layerproof", *request["argv"]]
-        os.chdir(request["directory"])
+        with socket.socket(fileno=files[0]) as client, client.makefile("rb") as sent:
+            directory, *argv = os.fsdecode(sent.read(int(sent.readline()))).split("\0")
+        sys.argv = ["layerproof", *argv]
+        os.chdir(directory)
         with _printing_to(files[1:]):
-            code = _exit_code(functools.partial(cli.run, request["argv"], apart))
-        if side_of(request["argv"][0]) in BY_KIND:
+            code = _exit_code(functools.partial(cli.run, argv, apart))
+        if side_of(argv[0]) in BY_KIND:
             jobs.keep_what_ran()
         loaded = fingerprint.sources() | loaded
         failed |= code != 0 or any(written >= started for written in loaded.values())  # maybe after it was loaded
