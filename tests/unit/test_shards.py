@@ -49,6 +49,13 @@ def test_parts_come_together_and_apart(tmp_path_factory, pieces, copies, adjacen
         assert np.array_equal(shards.part("attn.k", float32(whole), held, rank).data, cut[order[rank]])
 
 
+def test_a_tap_that_is_split_and_has_no_axis_to_split_is_left_to_its_shape():
+    ranks = shards.Ranks(count=2, copies={"attn.q": 2}, differ={}, summed={})
+    flat, whole = float32(random(2, 3)), float32(random(2, 3, 8))
+    assert ranks.reason("attn.q", flat, whole, False) is None
+    assert "the same part" in (ranks.reason("attn.q", float32(random(2, 3, 4)), whole, False) or "")
+
+
 def test_parts_may_be_of_different_sizes_and_empty(tmp_path):
     whole = random(2, 3, 5)
     cut = np.split(whole, [2, 2, 3], axis=2)

@@ -58,7 +58,8 @@ class Ranks:
             by = _told(differs["change"], found)
             missing = "; their sum is right, so it is the sum over the ranks that is missing" if is_sum_right else ""
             return f"ranks 0 and {differs['rank']} differ ({by}), where all should have the same{missing}"
-        if copies > 1 and found.shape[:AXIS] == wanted.shape[:AXIS] and found.shape[AXIS] < wanted.shape[AXIS]:
+        has_parts = min(len(found.shape), len(wanted.shape)) > AXIS and found.shape[:AXIS] == wanted.shape[:AXIS]
+        if copies > 1 and has_parts and found.shape[AXIS] < wanted.shape[AXIS]:
             held = "all" if copies == self.count else f"each {copies} of the"
             return f"{held} {self.count} ranks have the same part of it, and the others are nowhere"
         return None
