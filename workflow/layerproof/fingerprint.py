@@ -257,7 +257,7 @@ def fingerprints(seen: Seen) -> dict[str, str]:
     for file, modified in _loaded.items():  # also where no function ran, but a constant was used
         if _relative(file) in used and _modified(file) != modified:
             edited.add(_written(file, ""))
-    known = {_written(file, local): _parsed(file).fingerprint(local) for file, local in entries}
+    known = {_written(file, local): _fingerprint(_parsed, file, local) for file, local in entries}
     return dict(sorted(known.items())) | dict.fromkeys(sorted(edited), "edited while the job ran")
 
 
@@ -283,8 +283,12 @@ def changed(recorded: Mapping[str, str]) -> list[str]:
 def current(entry: str) -> str:
     """Fingerprint of an entry as its file is now; a text that is no digest if the file or entry is gone or broken."""
     name, _, local = entry.partition("::")
+    return _fingerprint(_parse, str(REPOSITORY / name), local)
+
+
+def _fingerprint(parse: Callable[[str], _Source], file: str, local: str) -> str:
     try:
-        return _parse(str(REPOSITORY / name)).fingerprint(local)
+        return parse(file).fingerprint(local)
     except OSError:
         return "file is gone"
     except (SyntaxError, ValueError):
@@ -373,18 +377,14 @@ class _Source:
 
 
 def _parse(file: str) -> _Source:
-    return _parse_version(file, *_version(file))
+    status = os.stat(file)
+    return _parse_version(file, status.st_mtime_ns, status.st_size)
 
 
 @functools.cache
 def _parsed(file: str) -> _Source:
     """`_parse` as it was when a set of fingerprints was begun: it looks at few files thousands of times."""
     return _parse(file)
-
-
-def _version(file: str) -> tuple[int, int]:
-    status = os.stat(file)
-    return status.st_mtime_ns, status.st_size
 
 
 @functools.cache
