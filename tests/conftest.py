@@ -1,5 +1,7 @@
-"""The order of tests: what waits longest comes first. And what one leaves is not for the next."""
+"""The order of tests: what waits longest comes first. What one leaves is not for the next, but for what they all need."""
 
+import fcntl
+import os
 import sys
 
 import pytest
@@ -21,3 +23,20 @@ def own_path():
     before = list(sys.path)
     yield
     sys.path[:] = before
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The default checkpoint, trained once for all processes of this run, for tests that are not about how it is made."""
+    from layerproof import tiny
+
+    own = tmp_path_factory.getbasetemp()
+    made = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "trained"
+    with open(made.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            half = made.with_suffix(".half")
+            half.mkdir()
+            tiny.make(half)
+            half.rename(made)
+    return made

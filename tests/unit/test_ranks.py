@@ -42,6 +42,25 @@ def test_each_rank_has_its_number_and_all_can_talk(monkeypatch):
     assert all(one.peak_rss_bytes > 1 << 20 for one in done)
 
 
+def what_ranks_begin_with(device, folder):
+    import argparse
+
+    from layerproof import cli
+
+    def make(part):
+        raise StageError(f"{'torch_xla' in sys.modules}")
+
+    with pytest.raises(StageError) as caught:
+        cli._by_ranks(argparse.Namespace(spec={"tp": 2, "device": device}), make, folder / "embed.h5")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("device", "begin_with_it"), [("CPU", "True"), ("NEURON", "False")])
+def test_ranks_begin_with_imported_packages_if_that_touches_no_device(tmp_path, device, begin_with_it):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        assert process.submit(what_ranks_begin_with, device, tmp_path).result() == begin_with_it
+
+
 def test_a_rank_that_fails_ends_the_others_and_is_named():
     def work(rank):
         ranks.mark(rank, "loaded")

@@ -16,10 +16,10 @@ def verdicts(workflow):
     return json.loads((workflow.results / "verdicts.json").read_text())
 
 
-def test_a_model_is_judged_mended_and_edited(tmp_path, monkeypatch):
+def test_a_model_is_judged_mended_and_edited(tmp_path, monkeypatch, trained):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(LIBRARIES), os.environ.get("PYTHONPATH", "")]))
     port = {"backend": "nxdi", "module": "model.py", "nxdi": {"config": {"mistake": "softmax"}}}
-    workflow = Workflow(tmp_path, layers="0-1", chains=[], port=port)
+    workflow = Workflow(tmp_path, model={"checkpoint": str(trained)}, layers="0-1", chains=[], port=port)
     (tmp_path / "model.py").write_text(MODEL.read_text())
     workflow.run()
     found = verdicts(workflow)

@@ -17,8 +17,10 @@ def read(workflow, name):
     return json.loads((workflow.results / name).read_text())
 
 
-def test_a_port_on_two_ranks_is_judged_as_one(tmp_path):
-    workflow = Workflow(tmp_path, layers="0-1", chains=["0-1"], parallel={"tp": 2}, port={"module": PORT})
+def test_a_port_on_two_ranks_is_judged_as_one(tmp_path, trained):
+    model = {"checkpoint": str(trained)}
+    split = {"parallel": {"tp": 2}, "port": {"module": PORT}}
+    workflow = Workflow(tmp_path, model=model, layers="0-1", chains=["0-1"], **split)
     workflow.run(target="results/report.html results/bisect.json")
     found = read(workflow, "verdicts.json")
     assert found["overall"] == "pass"
@@ -49,7 +51,7 @@ def test_a_port_on_two_ranks_is_judged_as_one(tmp_path):
 
 
 @pytest.mark.nxdi
-def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch):
+def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch, trained):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(LIBRARIES), os.environ.get("PYTHONPATH", "")]))
     port = {
         "backend": "nxdi",
@@ -57,7 +59,8 @@ def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch):
         "nxdi": {"config": {"mistake": "rank as number"}},
         "compile": "xla",
     }
-    workflow = Workflow(tmp_path, layers="0", chains=[], parallel={"tp": 2}, port=port)
+    model = {"checkpoint": str(trained)}
+    workflow = Workflow(tmp_path, model=model, layers="0", chains=[], parallel={"tp": 2}, port=port)
     (tmp_path / "model.py").write_text(MODEL.read_text())
     workflow.run()
     assert read(workflow, "verdicts.json")["overall"] == "pass", "each rank computes with its own number"

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerproof import fingerprint, jobs, manifest, ranks, stored, trimming, verdicts
+from layerproof import client, fingerprint, jobs, manifest, ranks, stored, trimming, verdicts, worker
 from layerproof.errors import StageError, UserError
 from layerproof.files import digest_of, read_json, write_json, write_text
 from layerproof.fingerprint import unrecorded
@@ -564,6 +564,9 @@ def _by_ranks(
     count = args.spec["tp"]
     if count == 1:
         return make(output) or {}
+    if client.is_cpu(args.spec["device"]):  # once for the ranks of all stages; of another device each has to begin anew
+        with unrecorded():
+            worker.import_packages(worker.PACKAGES)
     parts = [output.with_name(f"{output.name}.{rank}.tmp") for rank in range(count)]
 
     def join(graphs: Sequence[tuple[dict[str, Any], str]]) -> None:

@@ -85,12 +85,17 @@ def _is_on_host(argv: list[str]) -> bool:
     if side_of(argv[0]) != "port" or "--spec" not in argv:
         return False
     import json
+
+    return is_cpu(json.loads(argv[argv.index("--spec") + 1]).get("device"))
+
+
+def is_cpu(device: str | None) -> bool:
+    """Whether `port.device` is known to be XLA:CPU, which processes may share with the one that forked them."""
+    if device != "auto":
+        return device == "CPU"
     from importlib.util import find_spec
 
-    device = json.loads(argv[argv.index("--spec") + 1]).get("device")
-    if device == "auto":
-        device = os.environ.get("PJRT_DEVICE") or ("CPU" if not any(map(find_spec, PLUGINS)) else None)
-    return device == "CPU"
+    return (os.environ.get("PJRT_DEVICE") or ("" if any(map(find_spec, PLUGINS)) else "CPU")) == "CPU"
 
 
 def _checksum(value: object) -> str:

@@ -1,7 +1,7 @@
 """The ranks of a job: a process for each on this host, with the environment that torchrun gives.
 
-The job's own process starts them, waits, and takes over what they made and ran. It imports nothing heavy: a process cannot
-use a device, or threads, that its parent did.
+The job's own process starts them, waits, and takes over what they made and ran. It uses no device and computes nothing: a
+process cannot use a device, or threads, that its parent did.
 """
 
 from __future__ import annotations

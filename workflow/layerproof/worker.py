@@ -47,8 +47,8 @@ PATIENCE = 5
 """Seconds that a client may take between connecting and handing over its job, and an idle runner to end."""
 IMPORTED = "imported"
 PACKAGES = ("torch_xla", "transformers.modeling_utils", "h5py")
-"""What a server imports for ports on the host. Others start from nothing: importing may touch a device, and a process cannot
-use one that its parent did.
+"""What a server imports for ports on the host, and their job for its ranks. Others start from nothing: importing may touch a
+device, and a process cannot use one that its parent did.
 """
 
 
@@ -132,8 +132,10 @@ def serve(listening: socket.socket, owner: int) -> socket.socket | None:
 
 
 @functools.cache
-def _import_packages(names: tuple[str, ...]) -> dict[str, float] | None:
-    """The files of our own that are loaded after it, with their times; None if a package cannot be imported."""
+def import_packages(names: tuple[str, ...]) -> dict[str, float] | None:
+    """Imports what processes that are forked here have use for. Returns the files of our own that are loaded after it, with
+    their times, or None if a package cannot be imported, which is printed.
+    """
     from layerproof import fingerprint
 
     try:
@@ -158,7 +160,7 @@ def _has_packages(runners: Sequence[_Runner]) -> bool:
     is_idle = all(runner.client is None for runner in runners)
     if not names or not (is_idle or all(name in sys.modules for name in names)):
         return False
-    loaded = _import_packages(names)
+    loaded = import_packages(names)
     return loaded is not None and fingerprint.are_unchanged(loaded)
 
 
