@@ -169,10 +169,16 @@ def test_a_port_that_gives_another_output_each_time_is_told(golden, tmp_path):
         run_edited(golden, tmp_path, MOE_OUT, then("out = out + torch.randn_like(out)"))
 
 
-def test_taps_that_change_the_output_are_told(golden, tmp_path):
-    with pytest.raises(StageError, match="taps change the stage's output"):
-        second = "MoE.calls = getattr(MoE, 'calls', 0) + 1; out = out * (1 + (MoE.calls % 2 == 0))"
-        run_edited(golden, tmp_path, MOE_OUT, then(second))
+@pytest.mark.parametrize(
+    ("change", "by_what"),
+    [
+        ("out * (1 + (MoE.calls % 2 == 0))", "relative L2 1"),
+        ("out * torch.full_like(out, 1 if MoE.calls % 2 else torch.nan)", "its shape, or where it is NaN or Inf"),
+    ],
+)
+def test_taps_that_change_the_output_are_told(golden, tmp_path, change, by_what):
+    with pytest.raises(StageError, match=rf"taps change the stage's output \({by_what}\)"):
+        run_edited(golden, tmp_path, MOE_OUT, then(f"MoE.calls = getattr(MoE, 'calls', 0) + 1; out = {change}"))
 
 
 def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):

@@ -146,7 +146,9 @@ def describe(stage: Stage, compiled: Taps, eager: Taps) -> dict[str, Any]:
     both = [name for name in eager if name in compiled]
     facts, _ = graph_of(stage)
     return {
-        "change": {name: _change(compiled[name], eager[name]) for name in both if eager[name].is_floating_point()},
+        "change": {
+            name: relative_change(compiled[name], eager[name]) for name in both if eager[name].is_floating_point()
+        },
         "dtypes": {
             name: [dtype_name(eager[name]), dtype_name(compiled[name])]
             for name in both
@@ -154,6 +156,19 @@ def describe(stage: Stage, compiled: Taps, eager: Taps) -> dict[str, Any]:
         },
         **facts,
     }
+
+
+def relative_change(tensor: torch.Tensor, reference: torch.Tensor) -> float | None:
+    """The relative L2 of `tensor` against `reference` where both are finite; None if their shapes differ, or the places and
+    signs of NaN and Inf. Both are on the host.
+    """
+    if tensor.shape != reference.shape:
+        return None
+    tensor, reference = tensor.double(), reference.double()
+    finite = tensor.isfinite() & reference.isfinite()
+    if not torch.equal(tensor[~finite].nan_to_num(0.5), reference[~finite].nan_to_num(0.5)):
+        return None
+    return float((tensor - reference)[finite].norm() / reference[finite].norm().clamp_min(1e-300))
 
 
 def graph_of(stage: Stage) -> tuple[dict[str, Any], str]:
@@ -164,16 +179,6 @@ def graph_of(stage: Stage) -> tuple[dict[str, Any], str]:
     assert graph.digest is not None
     constants = [_constant(tensor, stage.module) for tensor in graph.constants if tensor.numel() > 1]
     return {"constants": constants, "depends_on_values": graph.digest != other.digest}, graph.digest
-
-
-def _change(compiled: torch.Tensor, eager: torch.Tensor) -> float | None:
-    if compiled.shape != eager.shape:
-        return None
-    compiled, eager = compiled.double(), eager.double()
-    finite = compiled.isfinite() & eager.isfinite()
-    if not torch.equal(compiled[~finite].nan_to_num(0.5), eager[~finite].nan_to_num(0.5)):
-        return None
-    return float((compiled - eager)[finite].norm() / eager[finite].norm().clamp_min(1e-300))
 
 
 def _constant(tensor: torch.Tensor, module: nn.Module) -> dict[str, Any]:

@@ -223,16 +223,21 @@ def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], T
     Raises:
         StageError: if that is more than bf16 can tell.
     """
-    change = _relative_change(plain[OUT], tapped[OUT])
-    if change <= 2**-8:
+    change = compiled.relative_change(tapped[OUT], plain[OUT])
+    if change is not None and change <= 2**-8:
         return change
-    again = _relative_change(plain[OUT], run_again()[OUT]) if distributed.world_size() == 1 else 0.0  # with all or none
-    if again:
+    alone = distributed.world_size() == 1  # ranks run again all or none
+    again = compiled.relative_change(run_again()[OUT], plain[OUT]) if alone else 0.0
+    if again != 0:
         raise StageError(
-            f"{stage}: two runs on the same input differ (relative L2 {again:.2g}); the port is not deterministic. "
+            f"{stage}: two runs on the same input differ ({_by_what(again)}); the port is not deterministic. "
             "Take out what is random, such as dropout, or give it a seed in forward."
         )
-    raise StageError(f"{stage}: taps change the stage's output (relative L2 {change:.2g}); they cannot be trusted.")
+    raise StageError(f"{stage}: taps change the stage's output ({_by_what(change)}); they cannot be trusted.")
+
+
+def _by_what(change: float | None) -> str:
+    return "its shape, or where it is NaN or Inf" if change is None else f"relative L2 {change:.2g}"
 
 
 def _trace(runner: Runner, output: Path) -> compiled.Trace | None:
@@ -543,13 +548,6 @@ def _on_host(taps: Taps) -> Taps:
 
         torch_xla.sync()
     return {name: tensor.cpu() for name, tensor in taps.items()}
-
-
-def _relative_change(plain: torch.Tensor, tapped: torch.Tensor) -> float:
-    if torch.equal(plain, tapped) or not plain.is_floating_point() or plain.shape != tapped.shape:
-        return 0.0 if plain.shape == tapped.shape else float("inf")
-    difference = (plain.double() - tapped.double()).nan_to_num(0.0)
-    return float(difference.norm() / plain.double().nan_to_num(0.0).norm().clamp_min(1e-300))
 
 
 def _kind(module: nn.Module, x: torch.Tensor) -> str:
