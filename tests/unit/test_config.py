@@ -310,8 +310,9 @@ def test_snakemake_prints_the_line_and_runs_nothing(tmp_path, raw, line):
     assert "rule " not in process.stdout and not (tmp_path / "results").exists()
 
 
-def test_s3_without_its_plugin_is_told(monkeypatch):
+def test_s3_without_its_plugin_is_told_where_snakemake_is(monkeypatch):
+    asked = changed(golden__storage="s3://bucket/folder")
+    monkeypatch.setattr("layerproof.config.find_spec", lambda name: name == "snakemake" or None)
+    assert "golden.storage: S3 needs a plugin of Snakemake. Run make setup-s3." in message_of(asked)
     monkeypatch.setattr("layerproof.config.find_spec", lambda name: None)
-    assert "golden.storage: S3 needs a plugin of Snakemake. Run make setup-s3." in message_of(
-        changed(golden__storage="s3://bucket/folder")
-    )
+    assert config.resolve(asked).resolved["golden"]["storage"] == "s3://bucket/folder", "as in an image"

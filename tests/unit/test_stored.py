@@ -225,6 +225,11 @@ def test_the_file_of_another_job_is_told(host):
 def test_only_what_the_record_describes_is_packed(host):
     host.made()
     host.zip.unlink()
+    write_json(host.own.weights, {"digest": "of others", "tensors": {}})
+    with pytest.raises(
+        UserError, match=r"weights/layer_001\.json: is not what results/golden/layer_001\.h5 was made from"
+    ):
+        stored.pack(host.zip, host.record, host.own.weights)
     host.outputs[0].write_bytes(MAGIC + b" abc 10 def".ljust(600, b"\0"))
     with pytest.raises(UserError, match="holds only outputs"):
         stored.pack(host.zip, host.record, None)

@@ -54,7 +54,7 @@ def pack(output: Path, record: Path, weights: Path | None) -> None:
     Equal jobs have equal files, whenever their outputs were written.
 
     Raises:
-        UserError: if the job failed, or an output is not what the record says, or was trimmed.
+        UserError: if the job failed, an output is not what the record says, or was trimmed, or the weights are others.
     """
     made = Record.read(record)
     if made is None:
@@ -67,6 +67,8 @@ def pack(output: Path, record: Path, weights: Path | None) -> None:
             raise UserError(f"{name}: holds only outputs. Set compare.taps to all in config.yaml and run again.")
         if not path.exists() or sha256(path) != description["sha256"]:
             raise UserError(f"{name}: is not what {record} says. Run again.")
+    if weights and made.inputs.get(str(weights)) != sha256(weights):
+        raise UserError(f"{weights}: is not what {next(iter(made.outputs))} was made from. Run again.")
     with replacing(output) as temporary, zipfile.ZipFile(temporary, "w") as file:
         for path, name in [
             (record, RECORD),
