@@ -17,9 +17,6 @@ from snakemake.utils import min_version
 min_version("9.27")
 
 
-configfile: "config.yaml"
-
-
 include: "workflow/rules/common.smk"
 include: "workflow/rules/settings.smk"
 include: "workflow/rules/resources.smk"

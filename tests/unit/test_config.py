@@ -3,6 +3,7 @@
 import copy
 import datetime
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from layerproof import config
+from layerproof import cli, config
 from layerproof.errors import UserError
 from layerproof.stages import all_stages
 
@@ -100,10 +101,8 @@ def test_a_key_that_is_there_twice_is_told_with_its_line(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("model:\n  checkpoint: a\nport:\n  options:\n    - {size: 1}\n    - {size: 2, size: 3}\n")
     with pytest.raises(UserError, match=r"config\.yaml: line 6: size is there twice in this section\. Remove one\.$"):
-        config.check_keys_once(path)
-    config.check_keys_once(REPOSITORY / "config.yaml")
-    path.write_text("")
-    config.check_keys_once(path)
+        config.read(path)
+    assert config.read(REPOSITORY / "config.yaml") == SHIPPED
 
 
 def test_without_chains_fewer_layers_have_none():
@@ -287,16 +286,45 @@ def test_an_unusable_checkpoint_is_told_in_one_line(tmp_path, files, told):
 
 
 @pytest.mark.parametrize(
-    ("raw", "line"),
+    ("content", "told"),
     [
-        (changed(port__modul="a.py"), 'error: config.yaml: port.modul: is no key. Did you mean "module"?'),
-        (changed(layers="4-2"), 'error: config.yaml: layers: "4-2" counts backwards. Write "2-4".'),
+        (b"port:\n  tp: [1, 2\nlayers: all\n", r"config\.yaml: line 3: is not YAML \(expected ',' or '\]'"),
+        (b"layers: all\n\tchains: []\n", r"config\.yaml: line 2: is not YAML \(.*\\t"),
+        (b"layers: !!python/object:os.system {}\n", r"config\.yaml: line 1: is not YAML"),
+        (b"layers: \x00\n", r"config\.yaml: is not YAML"),
+        (b"layers: \xff\n", r"config\.yaml: cannot be read"),
+        (b"", r"config\.yaml: has no keys"),
+        (b"- layers\n", r"config\.yaml: has no keys"),
+        (None, r"config\.yaml: cannot be read"),
     ],
 )
-def test_snakemake_prints_the_line_and_runs_nothing(tmp_path, raw, line):
+def test_a_file_that_is_no_config_is_told_in_one_line(tmp_path, capsys, content, told):
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    assert cli.run(["preflight", "--side", "port", "--config", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(told, line) and line.endswith("."), line
+
+
+BROKEN, COMMA = "layers: [1, 2\nchains: []\n", "expected ',' or ']', but got ':'"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            yaml.safe_dump(changed(port__modul="a.py")),
+            'error: config.yaml: port.modul: is no key. Did you mean "module"?',
+        ),
+        (yaml.safe_dump(changed(layers="4-2")), 'error: config.yaml: layers: "4-2" counts backwards. Write "2-4".'),
+        (BROKEN, f"error: config.yaml: line 2: is not YAML ({COMMA}). Correct that line or the one before it."),
+    ],
+)
+def test_snakemake_prints_the_line_and_runs_nothing(tmp_path, text, line):
     shutil.copy(REPOSITORY / "Snakefile", tmp_path)
     shutil.copytree(REPOSITORY / "workflow", tmp_path / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(raw))
+    (tmp_path / "config.yaml").write_text(text)
     process = subprocess.run(
         [sys.executable, "-m", "snakemake", "--cores", "1", "-n"],
         cwd=tmp_path,

@@ -400,11 +400,9 @@ def make_preflight(args: argparse.Namespace) -> int | None:
         return found
 
     if not args.outputs:
-        import yaml
+        from layerproof.config import read, resolve
 
-        from layerproof.config import resolve
-
-        resolved = resolve(yaml.safe_load(args.config.read_text(encoding="utf-8")))
+        resolved = resolve(read(args.config))
         found = look(resolved.resolved, Path(resolved.checkpoint), Path("results"))
         return int(any(check.status == preflight.FAIL for check in found))
 

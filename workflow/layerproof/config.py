@@ -45,9 +45,30 @@ class Config:
         return stages.selected_stages(self.layers, self.num_layers)
 
 
-def check_keys_once(path: Path) -> None:
-    """Raises UserError if a key is twice in one section of a YAML file: YAML would take the last without a word."""
-    waiting = [yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
+def read(path: Path) -> dict[str, Any]:
+    """What a config file says, as YAML does.
+
+    Raises:
+        UserError: if it cannot be read, has no keys, or one is twice in a section: YAML would take the last without a word.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        node, content = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}). Name a text file that is there.") from None
+    except yaml.YAMLError as error:
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        where = f"line {mark.line + 1}: " if mark else ""
+        reason = " ".join((getattr(error, "problem", None) or str(error)).split())
+        raise UserError(f"{path}: {where}is not YAML ({reason}). Correct that line or the one before it.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: has no keys. Begin with the config.yaml that is shipped.")
+    _check_keys_once(path, node)
+    return content
+
+
+def _check_keys_once(path: Path, node: yaml.Node | None) -> None:
+    waiting = [node]
     while waiting:
         node = waiting.pop()
         if isinstance(node, yaml.SequenceNode):

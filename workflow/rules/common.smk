@@ -15,7 +15,7 @@ sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 from snakemake.settings.types import DeploymentMethod
 
 from layerproof import captured, containers, stages, stored
-from layerproof.config import DEFAULT_CHECKPOINT, check_keys_once, resolve
+from layerproof.config import DEFAULT_CHECKPOINT, read, resolve
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
 from layerproof.jobs import package_versions
@@ -28,13 +28,24 @@ if workflow.storage_settings.default_storage_provider:
         "golden.storage (docs/clusters.md)."
     )
 
-try:
-    for config_file in workflow.configfiles:
-        check_keys_once(Path(config_file))
-    CONFIG = resolve(config)
-except UserError as error:
-    sys.exit(f"error: {error}")
 
+def or_exit(function, *arguments):
+    """What a function of the library returns. If it is a user's error, its line is all that is printed."""
+    try:
+        return function(*arguments)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+for config_file in [*workflow.configfiles, "config.yaml"]:
+    if os.path.exists(config_file):  # Snakemake says it if none is there, but not what is wrong in one
+        or_exit(read, Path(config_file))
+
+
+configfile: "config.yaml"
+
+
+CONFIG = or_exit(resolve, config)
 SETTINGS = CONFIG.resolved
 CHECKPOINT = CONFIG.checkpoint
 STAGES = CONFIG.stages
@@ -122,10 +133,7 @@ def stamp_file(output, spec):
 
 @functools.cache
 def image_digest(image):
-    try:
-        return containers.digest(image, Path(".layerproof/images"))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    return or_exit(containers.digest, image, Path(".layerproof/images"))
 
 
 def spec(side, /, *packages, **settings):
