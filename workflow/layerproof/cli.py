@@ -562,8 +562,10 @@ def _by_ranks(
     count = args.spec["tp"]
     if count == 1:
         return make(output) or {}
-    if client.is_cpu(args.spec["device"]):  # once for the ranks of all stages; of another device each has to begin anew
-        with unrecorded():
+    with unrecorded():
+        if client.is_cpu(
+            args.spec["device"]
+        ):  # once for the ranks of all stages; on other devices each has to begin anew
             worker.import_packages(worker.PACKAGES)
     parts = [output.with_name(f"{output.name}.{rank}.tmp") for rank in range(count)]
 

@@ -164,6 +164,8 @@ def relative_change(tensor: torch.Tensor, reference: torch.Tensor) -> float | No
     """
     if tensor.shape != reference.shape:
         return None
+    if tensor.dtype == reference.dtype and torch.equal(tensor, reference):
+        return 0.0  # without the memory that logits take in fp64
     tensor, reference = tensor.double(), reference.double()
     finite = tensor.isfinite() & reference.isfinite()
     if not torch.equal(tensor[~finite].nan_to_num(0.5), reference[~finite].nan_to_num(0.5)):
