@@ -4,6 +4,5 @@ set -euo pipefail
 command -v chromium > /dev/null && exit 0
 sudo=""
 [ "$(id -u)" = 0 ] || sudo="sudo"
-$sudo apt-get update -qq
-DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq chromium > /dev/null
+$sudo bash "$(dirname "$0")/apt-install.sh" chromium
 command -v chromium > /dev/null
