@@ -29,6 +29,7 @@ include: "workflow/rules/compare.smk"
 include: "workflow/rules/diagnose.smk"
 include: "workflow/rules/trim.smk"
 include: "workflow/rules/report.smk"
+include: "workflow/rules/blocks.smk"
 
 
 onstart:

@@ -185,6 +185,7 @@ WRONG = {
         changed(port__compile="neuron", parallel__tp=2),
         ["port.compile: neuron compiles for one core. With parallel.tp write xla", "port.captured"],
     ),
+    "too large": (changed(stages_per_job=64), ["stages_per_job: 64 must be at most 32"]),
     "no rank at all": (changed(parallel__tp=0), ["parallel.tp: 0 must be at least 1"]),
     "compiled for another device than it runs on": (
         changed(port__compile="neuron", port__device="CPU"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -424,3 +425,30 @@ def test_a_client_imports_nothing_that_takes_time(shared):
     imported = {line.rsplit("|", 1)[1].strip() for line in errors.splitlines() if "|" in line}
     assert code == 0 and "layerproof.client" in imported
     assert not imported & {"layerproof.worker", "layerproof.jobs", "argparse", "subprocess", "ast", "numpy"}
+
+
+def test_command_lines_run_in_turn_until_one_fails(shared):
+    """Each as the job that it would be, with a log of its own."""
+    jobs = {"one": "compare 'a b'", "log of two": "golden", "three": "compare", "four": "error", "five": "compare"}
+    lines = [f"python -m layerproof {words} > {shlex.quote(name)} 2>&1" for name, words in jobs.items()]
+    assert shared.run("in-turn", *lines) == (1, "", "")
+    one, two, three = ((shared.directory / name).read_text().split() for name in list(jobs)[:3])
+    assert one[3:] == ["a", "b", "clean"] and one[1] == three[1] != two[1], "by the process of its own side"
+    assert not (shared.directory / "five").exists()
+
+
+def test_command_lines_run_in_turn_by_hand(tmp_path):
+    lines = ["echo one > one", "echo two > two && exit 3", "echo three > three"]
+    outcome = subprocess.run(
+        [sys.executable, "-m", "layerproof", "in-turn", *lines],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow")},
+    )
+    assert outcome.returncode == 3 and {path.name for path in tmp_path.iterdir()} == {"one", "two"}
+
+
+def test_a_job_whose_process_dies_says_so_in_its_own_log(shared):
+    lines = [f"python -m layerproof {words} > {words.split()[0]}.log 2>&1" for words in ("compare", "die 9")]
+    assert shared.run("in-turn", *lines) == (1, "", "")
+    assert "killed by SIGKILL" in (shared.directory / "die.log").read_text()
+    assert "SIGKILL" not in (shared.directory / "compare.log").read_text()

@@ -1,12 +1,15 @@
 """Runs the real DAG in a copy of the repository and tells which jobs really ran."""
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -92,3 +95,24 @@ class Workflow:
 
     def _logs(self) -> str:
         return "".join(f"\n== {path}\n{path.read_text()[-2000:]}" for path in self.results.glob("logs/**/*.log"))
+
+
+def at_work(process, words, log):
+    """The process of the job whose command line has these words, once its log says that it runs."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        jobs = [child for child in running(process, words) if "python" in child.name()]
+        if jobs and log.exists() and "runs because" in log.read_text():
+            return next(job for job in jobs if job.ppid() not in {other.pid for other in jobs})
+        time.sleep(0.005)
+    raise AssertionError(f"{words} was not seen")
+
+
+def running(process, words):
+    """Descendants of a process whose command line holds these words."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
+                found += [child] if words in " ".join(child.cmdline()) else []
+    return found

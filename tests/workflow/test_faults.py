@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 import torch
-from runs import REPOSITORY, Workflow
+from runs import REPOSITORY, Workflow, at_work, running
 from safetensors.torch import load_file, save_file
 
 from layerproof.files import sha256
@@ -124,31 +124,10 @@ def test_a_job_whose_process_is_killed_says_so(workflow):
     assert digests(workflow) == before
 
 
-def at_work(process, words, log):
-    """The process of the job whose command line has these words, once its log says that it runs."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        jobs = [child for child in running(process, words) if "python" in child.name()]
-        if jobs and "runs because" in log.read_text():
-            return next(job for job in jobs if job.ppid() not in {other.pid for other in jobs})
-        time.sleep(0.005)
-    raise AssertionError(f"{words} was not seen")
-
-
 def printing_to(process, log):
     with contextlib.suppress(psutil.Error):
         return "layerproof.worker" in process.cmdline() and str(log) in {file.path for file in process.open_files()}
     return False
-
-
-def running(process, words):
-    """Descendants of a process whose command line holds these words."""
-    found = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
-                found += [child] if words in " ".join(child.cmdline()) else []
-    return found
 
 
 def test_everything_killed_resumes_after_unlock(workflow):

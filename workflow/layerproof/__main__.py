@@ -7,10 +7,13 @@ import sys
 def main() -> int:
     """Runs a verb; if the workflow says where, in a process that the jobs of one call of snakemake share."""
     if workers := os.environ.get("LAYERPROOF_WORKERS"):
-        from layerproof.client import submit
+        from layerproof import client
 
-        if sys.argv[1:]:
-            return submit(workers, sys.argv[1:])
+        verb, *arguments = sys.argv[1:] or [""]
+        if verb == "in-turn":
+            return client.submit_in_turn(workers, arguments)
+        if verb:
+            return client.submit(workers, sys.argv[1:])
     from layerproof.cli import run
 
     return run(sys.argv[1:])

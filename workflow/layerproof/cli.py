@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -550,6 +551,11 @@ def gate(args: argparse.Namespace) -> int:
     return verdicts.gate(args.verdicts)
 
 
+def run_in_turn(args: argparse.Namespace) -> int:
+    codes = (subprocess.run(["bash", "-c", line]).returncode for line in args.lines)
+    return next(filter(None, codes), 0)
+
+
 def _by_ranks(
     args: argparse.Namespace,
     make: Callable[[Path], Mapping[str, Any] | None],
@@ -733,6 +739,9 @@ def parser() -> argparse.ArgumentParser:
     verb.add_argument("output", type=Path)
     verb.add_argument("--record", type=Path, required=True, help="of the job")
     verb.add_argument("--weights", type=Path, help="of the stage that the job made: results/weights/STAGE.json")
+    verb = verbs.add_parser("in-turn", help="Runs jobs of several stages one after the other, until one fails.")
+    verb.set_defaults(action=run_in_turn)
+    verb.add_argument("lines", nargs="+", help="their command lines")
     verb = verbs.add_parser("manifest", help="Lists every file of results/ with its digest.")
     verb.set_defaults(action=make_manifest)
     verb.add_argument("output", type=Path)

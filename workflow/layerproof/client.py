@@ -75,6 +75,24 @@ def submit(folder: str, argv: list[str]) -> int:
     return 1
 
 
+def submit_in_turn(folder: str, lines: list[str]) -> int:
+    """Has the command lines of rules run by servers, `python -m layerproof VERB ... > LOG 2>&1`, one after the other until
+    one fails, and returns its exit code.
+    """
+    import shlex
+
+    for line in lines:
+        *command, _, name, _ = shlex.split(line)
+        with open(name, "wb") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        code = submit(folder, command[3:])
+        sys.stdout.flush()
+        if code:
+            return code
+    return 0
+
+
 def side_of(verb: str) -> str:
     """The side whose server runs a verb."""
     return SIDES.get(verb, "other")

@@ -181,6 +181,7 @@ def _explain(error: jsonschema.ValidationError) -> str:
         "type": f"must be {_words(schema.get('type'))}",
         "enum": f"must be one of {', '.join('null' if value is None else str(value) for value in schema.get('enum', []))}",
         "minimum": f"must be at least {schema.get('minimum')}",
+        "maximum": f"must be at most {schema.get('maximum')}",
         "exclusiveMinimum": f"must be above {schema.get('exclusiveMinimum')}",
         "minLength": "must not be empty",
         "uniqueItems": "must not name the same twice",
