@@ -107,7 +107,7 @@ FP8 = {
 """In the FP8 form of the release, with matrices of several blocks."""
 
 
-def save(name: str, directory: Path, seed: int = 0) -> None:
+def save(name: str, directory: Path, seed: int = 0, shard_size: str = "100KB") -> None:
     """Writes a bf16 or FP8 checkpoint whose every parameter, norms and biases too, is drawn at random."""
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[name.removesuffix("_fp8")](**COMMON | (CONFIGS | MORE | FP8)[name])
@@ -117,6 +117,6 @@ def save(name: str, directory: Path, seed: int = 0) -> None:
             if tensor.is_floating_point():
                 scale = 0.3 if any(part in parameter for part in ("norm", "bias", "sinks")) else 0.08
                 tensor.add_(torch.randn_like(tensor) * scale)
-    model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="100KB")
+    model.to(torch.bfloat16).save_pretrained(directory, max_shard_size=shard_size)
     if name in FP8:
         fp8.quantize_checkpoint(directory)

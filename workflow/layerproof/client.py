@@ -42,7 +42,8 @@ def submit(folder: str, argv: list[str]) -> int:
     a job whose process dies the error is left as `jobs.run_apart` leaves it, or told.
     """
     side = side_of(argv[0])
-    environment = _checksum(sorted(os.environ.items()))
+    # How deep in shells it is depends on how bash starts it.
+    environment = _checksum(sorted(item for item in os.environ.items() if item[0] != "SHLVL"))
     kind = _kind(argv) if side in BY_KIND else _checksum(None)  # before the server waits for it
     try:
         server = _connected(f"{folder}/{side}-{environment}")
@@ -66,8 +67,10 @@ def submit(folder: str, argv: list[str]) -> int:
 
     from layerproof import cli, jobs
 
-    died = dict(said).get("died", -signal.SIGKILL)  # of the server, if it says nothing
     words = [word for word, _ in said]
+    if "begun" not in words:  # the server ended before, such as by what it imported
+        return cli.run(argv)
+    died = dict(said).get("died", -signal.SIGKILL)  # of the server, if it says nothing
     if "apart" in words:
         finished = words.count("finished")
         return cli.run(argv, lambda tasks, leave_error: jobs.blame(tasks, leave_error, finished, died))

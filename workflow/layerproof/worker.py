@@ -3,7 +3,7 @@
 Under snakemake `python -m layerproof VERB` is a client. It hands its command line, directory and output to a server, which
 the first job starts, and waits; the server hands them to a runner, one that is idle or a new one, and a runner takes the
 next job when it has done this one. There is a server for each side of `client.SIDES`. Of ports on the host there is a runner
-for each kind of stage; when the second one is needed, the server imports what they have in common, and forks them.
+for each kind of stage, which the server forks when it has imported what they have in common.
 
 Where it matters a job is as alone as in a process of its own: a runner that dies takes only its own job with it, and the
 client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
@@ -46,9 +46,11 @@ FILES = 3
 PATIENCE = 5
 """Seconds that a client may take between connecting and handing over its job, and an idle runner to end."""
 IMPORTED = "imported"
-PACKAGES = ("torch_xla", "transformers.modeling_utils", "h5py")
-"""What a server imports for ports on the host, and their job for its ranks. Others start from nothing: importing may touch a
-device, and a process cannot use one that its parent did.
+NEEDED = ("torch_xla", "h5py")
+"""What a server imports for ports on the host before it forks the first of them."""
+PACKAGES = (*NEEDED, "transformers.modeling_utils")
+"""What it imports for the next ones, if one had use for it, and their job for its ranks. Ports on a device start from
+nothing: importing may touch it, and a process cannot use one that its parent did.
 """
 
 
@@ -151,14 +153,14 @@ def import_packages(names: tuple[str, ...]) -> dict[str, float] | None:
 def _has_packages(runners: Sequence[_Runner]) -> bool:
     """Whether a runner can be forked with the packages that another has imported.
 
-    They are imported here when a runner is well with them, and none is at work: what ends a process would end this one,
-    and until it is done nobody is heard.
+    They are imported here when no runner is at work: until it is done nobody is heard, and one that ends its process ends
+    this one.
     """
     from layerproof import fingerprint
 
-    names = next((runner.packages for runner in runners if runner.packages), ())
+    names = next((runner.packages for runner in runners if runner.packages), NEEDED)
     is_idle = all(runner.client is None for runner in runners)
-    if not names or not (is_idle or all(name in sys.modules for name in names)):
+    if not (is_idle or all(name in sys.modules for name in names)):
         return False
     loaded = import_packages(names)
     return loaded is not None and fingerprint.are_unchanged(loaded)
@@ -238,6 +240,7 @@ def _accept(listening: socket.socket, runners: list[_Runner]) -> socket.socket |
         runner = forked
         runners.append(runner)
     runner.client = client
+    _tell(client, b"begun")
     with contextlib.suppress(ConnectionError):  # died while it was idle: its end is seen next
         socket.send_fds(runner.control, [b"\n"], [client.fileno(), *outputs])
     for output in outputs:
@@ -286,9 +289,8 @@ def run_jobs(control: socket.socket, server: int) -> None:
     from layerproof import cli, fingerprint, jobs
 
     jobs.end_with(server)
-    faulthandler.enable()  # a crash leaves the Python stack in the log, and what was printed before:
     for stream in (sys.stdout, sys.stderr):
-        cast("TextIOWrapper", stream).reconfigure(line_buffering=True)
+        cast("TextIOWrapper", stream).reconfigure(line_buffering=True)  # what was printed before a crash is in the log
     beginning = _command(control, "run", server), dict(os.environ)
     loaded: dict[str, float] = {}
     failed = False
@@ -360,6 +362,7 @@ def _exit_code(run: Callable[[], int]) -> int:
 
 def main() -> None:
     """`python -m layerproof.worker SOCKET serve OWNER` and `... SOCKET run SERVER`; SOCKET is an open file's number."""
+    faulthandler.enable()  # a crash leaves the Python stack in the log
     number, task, process = sys.argv[1:]
     control: socket.socket | None = socket.socket(fileno=int(number))
     server = int(process)
