@@ -116,7 +116,8 @@ def test_error_becomes_a_result_and_is_tried_again(job, capsys):
     record = Record.read(job.record)
     assert record.error == "no such head"
     assert set(record.outputs) == {str(job.outputs[0])}
-    assert Stamps(job.record.parent, job.record.parent / "stamps", lambda job: False).value("output") != job.stamp
+    folder = job.record.parent
+    assert Stamps(folder, folder / "stamps", folder / "seen", lambda job: False).value("output") != job.stamp
     captured = capsys.readouterr()
     assert "error: no such head" in captured.err and "Traceback" not in captured.err
     work = Work(job)

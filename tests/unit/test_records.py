@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from layerproof import fingerprint, trimming
+from layerproof import fingerprint, records, trimming
 from layerproof.files import sha256
 from layerproof.records import NEW, Record, Stamps, describe_output, described, is_whole, why_stale
 
@@ -58,7 +58,7 @@ class Job:
 
 
 def stamps(job, wants_whole=lambda job: False):
-    return Stamps(job.records, job.records / "stamps", wants_whole)
+    return Stamps(job.records, job.records.parent / "stamps", job.records.parent / "seen", wants_whole)
 
 
 def damage(path):
@@ -172,13 +172,26 @@ def test_output_damaged(job, spoil):
     assert job.stale() == f"its output is missing or damaged ({job.outputs[0]})"
 
 
-def test_times_are_trusted_only_on_demand(job):
-    description = describe_output(job.outputs[0])
+def test_an_output_is_read_once_for_its_size_and_time(job, monkeypatch):
+    """Snakemake gives it another time than its record has."""
+    for path in job.outputs:
+        touch(path)
+    assert job.stamp() == "old"
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "sha256", lambda path: pytest.fail("is read again"))
+        assert job.stamp() == "old"
     damage(job.outputs[0])
-    assert is_whole(job.outputs[0], description, trust_times=True)
-    assert not is_whole(job.outputs[0], description, trust_times=False)
+    assert job.stamp() == "old" and not is_whole(job.outputs[0], job.record.outputs[str(job.outputs[0])])
     touch(job.outputs[0])
-    assert not is_whole(job.outputs[0], description, trust_times=True)
+    assert job.stamp() != "old"
+
+
+@pytest.mark.parametrize("note", ["", "{", '{"a.h5": 1}'])
+def test_a_note_of_what_was_read_may_be_lost_or_half_written(job, note):
+    assert job.stamp() == "old"
+    (seen,) = (job.records.parent / "seen").rglob("*.json")
+    seen.write_text(note)
+    assert job.stamp() == "old"
 
 
 def test_outputs_that_are_not_there_are_not_described(job):
@@ -202,6 +215,22 @@ def test_stamp_file_is_written_when_the_job_has_to_run_and_only_then(job):
     assert missing[2] != first[2]
     again = stamp_file()
     assert again[1] > missing[1] and again[2] != missing[2], "Snakemake takes a killed job for one that ran"
+
+
+def test_a_job_runs_if_what_it_was_made_from_is_not_what_is_there(job):
+    """As after it was killed, when Snakemake puts the output back that was there before."""
+    made = dataclasses.replace(job.record, inputs={}, outputs={str(job.input): describe_output(job.input)})
+    made.write(job.records / "golden/layer_000.json")
+    before = Path(stamps(job).file("port/layer_000", job.spec)).read_text()
+    assert Path(stamps(job).file("port/layer_000", job.spec)).read_text() == before
+    assert not stamps(job).is_stale("port/layer_000", job.spec)
+
+    job.input.write_bytes(b"made again")
+    made = dataclasses.replace(made, outputs={str(job.input): describe_output(job.input)})
+    made.write(job.records / "golden/layer_000.json")
+    assert Path(stamps(job).file("port/layer_000", job.spec)).read_text() != before
+    assert stamps(job).is_stale("port/layer_000", job.spec)
+    assert job.stamp() == "old", "which a job on another host finds while others run"
 
 
 def test_stamp_file_follows_the_settings(job):

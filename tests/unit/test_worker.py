@@ -386,6 +386,20 @@ def test_a_killed_server_ends_its_jobs_and_is_replaced(shared):
     assert not alive and shared.life("compare")
 
 
+def test_a_job_that_waits_for_its_server_ends_with_snakemake(shared, weights):
+    """It does not run by itself beside those of the next call."""
+    (shared.directory / "torch_xla.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(3)")
+    spec = "--spec", json.dumps({"device": "CPU"})
+    waiting = [shared.start("port", name, *spec, *weights["third"]) for name in ("one", "two")]
+    log = shared.directory / f"shared-{shared.owner.pid}/log"
+    while not (log.exists() and "importing" in log.read_text()):
+        assert not any(one.poll() for one in waiting)
+    shared.owner.kill()
+    shared.owner.wait()
+    assert [one.wait(60) for one in waiting] == [1, 1]
+    assert not (shared.directory / "two.out").exists()
+
+
 def test_a_stage_whose_snakemake_is_gone_leaves_no_error(shared):
     waiting = shared.start("golden", "waits")
     while "waiting" not in waiting.stdout.readline():
@@ -439,6 +453,16 @@ def test_command_lines_run_in_turn_until_one_fails(shared):
     assert not (shared.directory / "five").exists()
 
 
+def test_command_lines_run_in_turn_where_no_server_can_be(shared):
+    """Each once, as a process of its own: what one leaves in memory is not for the next."""
+    names = [f"stage{number}" for number in range(4)]
+    lines = [f"python -m layerproof port {name} > {name}.log 2>&1" for name in names]
+    folder = str(shared.directory / ("x" * 100 + f"-{shared.owner.pid}"))
+    assert shared.run("in-turn", *lines, LAYERPROOF_WORKERS=folder)[0] == 0
+    assert all("runs because it has not run before" in (shared.directory / f"{name}.log").read_text() for name in names)
+    assert len({(shared.directory / f"{name}.out").read_text() for name in names}) == len(names)
+
+
 def test_command_lines_run_in_turn_by_hand(tmp_path):
     lines = ["echo one > one", "echo two > two && exit 3", "echo three > three"]
     outcome = subprocess.run(
@@ -450,7 +474,10 @@ def test_command_lines_run_in_turn_by_hand(tmp_path):
 
 
 def test_a_job_whose_process_dies_says_so_in_its_own_log(shared):
-    lines = [f"python -m layerproof {words} > {words.split()[0]}.log 2>&1" for words in ("compare", "die 9")]
+    verbs = ("compare", "golden aborts", "die 9")
+    lines = [f"python -m layerproof {words} > {words.split()[0]}.log 2>&1" for words in verbs]
     assert shared.run("in-turn", *lines) == (1, "", "")
     assert "killed by SIGKILL" in (shared.directory / "die.log").read_text()
     assert "SIGKILL" not in (shared.directory / "compare.log").read_text()
+    command = Record.read(shared.directory / "aborts.json").run["command"]
+    assert command == "python -m layerproof golden aborts", "that of the stage alone"

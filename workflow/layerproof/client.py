@@ -39,8 +39,43 @@ def submit(folder: str, argv: list[str]) -> int:
     """Has a command line run by a server, and returns its exit code.
 
     `folder` is where the servers' sockets are; its name ends with the number of the process with which the servers end. Of
-    a job whose process dies the error is left as `jobs.run_apart` leaves it, or told.
+    a job whose process dies the error is left as `jobs.run_apart` leaves it, or told. Where no server can be had the job is
+    run here.
     """
+    code = _submitted(folder, argv)
+    if code is None:
+        from layerproof import cli
+
+        return cli.run(argv)
+    return code
+
+
+def submit_in_turn(folder: str, lines: list[str]) -> int:
+    """Has the command lines of rules run by servers, `python -m layerproof VERB ... > LOG 2>&1`, one after the other until
+    one fails, and returns its exit code. Where no server can be had each is run in a process of its own.
+    """
+    import shlex
+
+    for line in lines:
+        *command, _, name, _ = shlex.split(line)
+        with open(name, "wb") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        sys.argv = command[2:]  # what records name
+        code = _submitted(folder, command[3:])
+        sys.stdout.flush()
+        if code is None:
+            import subprocess
+
+            alone = {key: value for key, value in os.environ.items() if key != "LAYERPROOF_WORKERS"}
+            code = subprocess.run(["bash", "-c", line], env=alone).returncode
+        if code:
+            return code
+    return 0
+
+
+def _submitted(folder: str, argv: list[str]) -> int | None:
+    """`submit`, but None where no server can be had."""
     side = side_of(argv[0])
     # How deep in shells it is depends on how bash starts it.
     environment = _checksum(sorted(item for item in os.environ.items() if item[0] != "SHLVL"))
@@ -49,9 +84,7 @@ def submit(folder: str, argv: list[str]) -> int:
         server = _connected(f"{folder}/{side}-{environment}")
     except (OSError, AttributeError) as error:  # such as a name too long for a socket, or a Python without pidfd_open
         print(f"This job does not share a process with others: {folder}: {error}", flush=True)
-        from layerproof import cli
-
-        return cli.run(argv)
+        return None
     said: list[tuple[str, int]] = []
     try:
         _hand_over(server, kind.encode() + (HOST if _is_on_host(argv) else DEVICE), argv)
@@ -63,37 +96,19 @@ def submit(folder: str, argv: list[str]) -> int:
                     return said[-1][1]
     except ConnectionError:
         pass
+    words = [word for word, _ in said]
+    if "begun" not in words:  # the server ended before: with snakemake, or by what it imported
+        return None if os.path.exists(f"/proc/{folder.rpartition('-')[2]}") else 1
     import signal
 
     from layerproof import cli, jobs
 
-    words = [word for word, _ in said]
-    if "begun" not in words:  # the server ended before, such as by what it imported
-        return cli.run(argv)
     died = dict(said).get("died", -signal.SIGKILL)  # of the server, if it says nothing
     if "apart" in words:
         finished = words.count("finished")
         return cli.run(argv, lambda tasks, leave_error: jobs.blame(tasks, leave_error, finished, died))
     print(f"error: {jobs.how_it_ended(died)} Run it again.", file=sys.stderr)
     return 1
-
-
-def submit_in_turn(folder: str, lines: list[str]) -> int:
-    """Has the command lines of rules run by servers, `python -m layerproof VERB ... > LOG 2>&1`, one after the other until
-    one fails, and returns its exit code.
-    """
-    import shlex
-
-    for line in lines:
-        *command, _, name, _ = shlex.split(line)
-        with open(name, "wb") as log:
-            os.dup2(log.fileno(), sys.stdout.fileno())
-            os.dup2(log.fileno(), sys.stderr.fileno())
-        code = submit(folder, command[3:])
-        sys.stdout.flush()
-        if code:
-            return code
-    return 0
 
 
 def side_of(verb: str) -> str:

@@ -11,6 +11,8 @@ when nothing it depends on is different.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from layerproof import fingerprint, trimming
-from layerproof.files import digest_of, read_json, sha256, write_json, write_text
+from layerproof.files import canonical_json, digest_of, read_json, sha256, write_json, write_text
 
 SCHEMA_VERSION = 1
 NEW = "new"
@@ -60,24 +62,20 @@ class Record:
 
 
 def describe_output(path: Path) -> dict[str, Any]:
-    """Digest of an output and what `os.stat` says of it, so that an untouched file need not be read again."""
+    """Digest of a file and what `os.stat` says of it, so that an untouched one need not be read again."""
     status = path.stat()
     return {"sha256": sha256(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
-def is_whole(path: Path, description: Mapping[str, Any], trust_times: bool) -> bool:
-    """Whether an output still is what its record describes.
-
-    With `trust_times` an equal size and modification time are enough; otherwise the content is read. A trimmed output is
-    whole if it stands for what the record describes.
+def is_whole(path: Path, description: Mapping[str, Any]) -> bool:
+    """Whether an output still is what its record describes, by its content. A trimmed output is whole if it stands for what
+    the record describes.
     """
     try:
-        status = path.stat()
-        known = trust_times and status.st_mtime_ns == description["mtime_ns"]
-        if status.st_size == description["size"] and (known or sha256(path) == description["sha256"]):
+        if path.stat().st_size == description["size"] and sha256(path) == description["sha256"]:
             return True
         trimmed = trimming.read(path)
-        return trimmed is not None and trimmed.whole == description["sha256"] and (known or trimmed.is_undamaged())
+        return trimmed is not None and trimmed.whole == description["sha256"] and trimmed.is_undamaged()
     except OSError:
         return False
 
@@ -104,13 +102,14 @@ def why_stale(
         different = sorted(key for key in {*digests, *record.inputs} if digests.get(key) != record.inputs.get(key))
         return f"its inputs changed ({', '.join(different)})"
     for name, description in record.outputs.items():
-        if not is_whole(Path(name), description, trust_times=False):
+        if not is_whole(Path(name), description):
             return f"its output is missing or damaged ({name})"
     return None
 
 
 class Stamps:
-    """Stamps of the jobs of one workflow; `records` and `files` are the folders that hold records and stamp files.
+    """Stamps of the jobs of one workflow; `records` and `files` are the folders that hold records and stamp files, `seen`
+    one for notes of which outputs were read.
 
     A stamp stays what it was when the job ran as long as the code that ran and its outputs are what they were, and is a
     new one otherwise. A job that failed gets a new one, so it is tried again. Missing outputs count too: Snakemake does
@@ -119,9 +118,10 @@ class Stamps:
     A trimmed output is as good as the file that it was, unless `wants_whole` says of the job that the file is wanted.
     """
 
-    def __init__(self, records: Path, files: Path, wants_whole: Callable[[str], bool]) -> None:
-        self.records, self.files, self.wants_whole = records, files, wants_whole
+    def __init__(self, records: Path, files: Path, seen: Path, wants_whole: Callable[[str], bool]) -> None:
+        self.records, self.files, self.seen, self.wants_whole = records, files, seen, wants_whole
         self.trimmed: dict[str, bool] = {}
+        self.read: dict[str, Record | None] = {}
         self.known: dict[str, tuple[Record | None, list[list[str]]]] = {}
         self.written: set[str] = set()
 
@@ -140,18 +140,31 @@ class Stamps:
         """The stamp file of a job that is to run with `spec`: given a new time and content if the job has to run.
 
         Snakemake records the parameters and inputs of a job when it starts it and keeps them if the job is killed, so
-        nothing that it was told before makes it run the job again.
+        nothing that it was told before makes it run the job again. Then it puts the outputs back that were there before,
+        made from other inputs maybe, with a new time.
         """
         path = self.files / job
         if job not in self.written:
             self.written.add(job)
-            if _is_stale(*self._of(job), spec) or not path.exists():
+            if self._is_stale(*self._of(job), spec) or not path.exists():
                 write_text(path, secrets.token_hex(8))
         return str(path)
 
     def is_stale(self, job: str, spec: Mapping[str, Any]) -> bool:
         """Whether the job has to run with `spec`, for all that is known before any job ran."""
-        return _is_stale(*self._own(job), spec)
+        return self._is_stale(*self._own(job), spec)
+
+    def _is_stale(self, record: Record | None, reasons: Sequence[Sequence[str]], spec: Mapping[str, Any]) -> bool:
+        if record is None or reasons or any(record.spec.get(key) != value for key, value in spec.items()):
+            return True
+        return any(self._made.get(name, digest) != digest for name, digest in record.inputs.items())
+
+    @functools.cached_property
+    def _made(self) -> dict[str, str]:
+        """Digests of all that jobs made, by path. They are no reason for another stamp: while jobs run they change."""
+        jobs = (str(path.relative_to(self.records).with_suffix("")) for path in self.records.rglob("*.json"))
+        records = filter(None, map(self._record, jobs))
+        return {name: output["sha256"] for record in records for name, output in record.outputs.items()}
 
     def _of(self, job: str) -> tuple[Record | None, list[list[str]]]:
         record, reasons = self._own(job)
@@ -162,24 +175,44 @@ class Stamps:
 
     def _own(self, job: str) -> tuple[Record | None, list[list[str]]]:
         if job not in self.known:
-            record = Record.read(self.records / f"{job}.json")
-            self.known[job] = (record, _reasons(record) if record else [])
+            record = self._record(job)
+            self.known[job] = (record, self._reasons(job, record) if record else [])
         return self.known[job]
 
+    def _record(self, job: str) -> Record | None:
+        if job not in self.read:
+            self.read[job] = Record.read(self.records / f"{job}.json")
+        return self.read[job]
 
-def _is_stale(record: Record | None, reasons: Sequence[Sequence[str]], spec: Mapping[str, Any]) -> bool:
-    return record is None or bool(reasons) or any(record.spec.get(key) != value for key, value in spec.items())
+    def _reasons(self, job: str, record: Record) -> list[list[str]]:
+        """What Snakemake does not see of why a job has to run again."""
+        reasons = [[entry, fingerprint.current(entry)] for entry in fingerprint.changed(record.code)]
+        damaged = [name for name in record.outputs if name not in self._whole(job, record)]
+        reasons += [[name, "missing or damaged"] for name in damaged]
+        if record.error is not None:
+            reasons.append(["failed", record.stamp])
+        return reasons
 
-
-def _reasons(record: Record) -> list[list[str]]:
-    """What Snakemake does not see of why a job has to run again."""
-    reasons = [[entry, fingerprint.current(entry)] for entry in fingerprint.changed(record.code)]
-    for name, description in record.outputs.items():
-        if not is_whole(Path(name), description, trust_times=True):
-            reasons.append([name, "missing or damaged"])
-    if record.error is not None:
-        reasons.append(["failed", record.stamp])
-    return reasons
+    def _whole(self, job: str, record: Record) -> dict[str, list[Any]]:
+        """Outputs that are whole, with what they are known by: of one with the size and time with which it was read before,
+        it is not read again. The time that a record has is not enough: Snakemake gives outputs another when a job has ended.
+        """
+        note = self.seen / f"{job}.json"
+        try:
+            before = read_json(note)
+        except (OSError, ValueError):
+            before = {}
+        whole = {}
+        for name, description in record.outputs.items():
+            with contextlib.suppress(OSError):
+                status = Path(name).stat()
+                known_by = [description["sha256"], status.st_size, status.st_mtime_ns]
+                if before.get(name) == known_by or is_whole(Path(name), description):
+                    whole[name] = known_by
+        if whole != before:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(canonical_json(whole))
+        return whole
 
 
 def described(outputs: Sequence[Path]) -> dict[str, dict[str, Any]]:

@@ -151,7 +151,7 @@ def import_packages(names: tuple[str, ...]) -> dict[str, float] | None:
 
 
 def _has_packages(runners: Sequence[_Runner]) -> bool:
-    """Whether a runner can be forked with the packages that another has imported.
+    """Whether a runner can be forked with the packages that it needs, or another has imported, imported here.
 
     They are imported here when no runner is at work: until it is done nobody is heard, and one that ends its process ends
     this one.
@@ -229,7 +229,7 @@ def _accept(listening: socket.socket, runners: list[_Runner]) -> socket.socket |
     if runner is None:
         try:
             forked = _fork(listening, runners, client, outputs, kind, place)
-        except OSError:  # the client says that its job was killed; the others go on
+        except OSError:  # the client runs its job by itself; the others go on
             traceback.print_exc()
             client.close()
             for output in outputs:

@@ -55,10 +55,7 @@ def block_resources(side, block, start):
 # Preferred to the rule of one stage, because they have no wildcards.
 for rule_name, (side, names, start) in IN_BLOCKS.items() if SIZE > 1 else ():
     for block in [names[first : first + SIZE] for first in range(0, len(names), SIZE)]:
-        block_name = f"{rule_name}s_{block[0]}"
-        for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_settings.overwrite_groups):
-            if rule_name in of_rules:
-                of_rules.setdefault(block_name, of_rules[rule_name])
+        block_name = block_rule(rule_name, block[0])
 
         rule:
             name:
@@ -71,6 +68,7 @@ for rule_name, (side, names, start) in IN_BLOCKS.items() if SIZE > 1 else ():
                 block_files(rule_name, block, "log"),
             benchmark:
                 f"results/benchmarks/blocks/{block_name}.tsv"
+            priority: workflow.get_rule(rule_name).priority
             container:
                 CONTAINERS[side]
             resources:

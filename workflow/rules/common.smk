@@ -82,6 +82,21 @@ for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_
         of_rules.update({f"chain_{name}": of_rules.get(f"chain_{name}", of_rules["chain"]) for name in CHAINS})
 
 
+def block_rule(rule_name, stage):
+    """What runs a stage together with others (blocks.smk); None if it has a job of its own."""
+    size = SETTINGS["stages_per_job"]
+    names = GOLDEN if rule_name == "golden_stage" else STAGES
+    if size == 1 or not rule_name.endswith("_stage") or stage not in names:
+        return None
+    return f"{rule_name}s_{names[names.index(stage) // size * size]}"
+
+
+for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_settings.overwrite_groups):
+    for rule_name in list(of_rules):
+        blocks = {block_rule(rule_name, stage) for stage in ALL_STAGES} - {None}
+        of_rules.update({name: of_rules.get(name, of_rules[rule_name]) for name in blocks})
+
+
 # Jobs share processes, which end with this one. Not in containers, where they would end with the first job; nor if code comes
 # with the checkpoint: what it keeps is not told from what the library's own stages keep.
 WORKERS = os.path.join(tempfile.gettempdir(), f"layerproof-{secrets.token_hex(8)}-{os.getpid()}")
@@ -100,14 +115,19 @@ wildcard_constraints:
     run=r"[A-Za-z0-9._-]+",
 
 
-STAMPS = Stamps(Path("results/records"), Path(".layerproof/stamps"), lambda job: reads_taps(Path(job).name))
+STAMPS = Stamps(
+    Path("results/records"),
+    Path(".layerproof/stamps"),
+    Path(".layerproof/seen"),
+    lambda job: reads_taps(Path(job).name),
+)
 FORCED = secrets.token_hex(8)
 
 
 def is_forced(rule_name, output):
     """Whether this call of snakemake was told to run a job whatever its state (-F, -R, -f)."""
     asked = workflow.dag_settings
-    named = {rule_name, output}
+    named = {rule_name, output, block_rule(rule_name, Path(output).stem)}
     return workflow.is_main_process and (
         asked.forceall
         or bool(named & {str(name) for name in asked.forcerun})
