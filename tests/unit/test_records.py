@@ -186,6 +186,14 @@ def test_an_output_is_read_once_for_its_size_and_time(job, monkeypatch):
     assert job.stamp() != "old"
 
 
+def test_of_a_job_each_output_is_read_once(job, monkeypatch):
+    """Also where one is damaged."""
+    read = []
+    monkeypatch.setattr(records, "sha256", lambda path: read.append(path) or sha256(path))
+    damage(job.outputs[0])
+    assert job.stamp() != "old" and read == job.outputs
+
+
 @pytest.mark.parametrize("note", ["", "{", '{"a.h5": 1}'])
 def test_a_note_of_what_was_read_may_be_lost_or_half_written(job, note):
     assert job.stamp() == "old"

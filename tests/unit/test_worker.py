@@ -393,7 +393,7 @@ def test_a_job_that_waits_for_its_server_ends_with_snakemake(shared, weights):
     waiting = [shared.start("port", name, *spec, *weights["third"]) for name in ("one", "two")]
     log = shared.directory / f"shared-{shared.owner.pid}/log"
     while not (log.exists() and "importing" in log.read_text()):
-        assert not any(one.poll() for one in waiting)
+        assert all(one.poll() is None for one in waiting)
     shared.owner.kill()
     shared.owner.wait()
     assert [one.wait(60) for one in waiting] == [1, 1]

@@ -1,6 +1,7 @@
 """Runs the real DAG in a copy of the repository and tells which jobs really ran."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import psutil
 import yaml
+from safetensors.torch import load_file, save_file
+
+import models
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
@@ -116,3 +120,24 @@ def running(process, words):
             with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
                 found += [child] if words in " ".join(child.cmdline()) else []
     return found
+
+
+def dense_and_moe(directory: Path, **config) -> Workflow:
+    """The workflow of a model with a dense layer and two MoE layers, and of a port of it."""
+    models.save("qwen3_moe", directory / "model")
+    shutil.copy(REPOSITORY / "tests/ports/qwen3_moe.py", directory / "port.py")
+    (directory / "ids.json").write_text(json.dumps([list(range(3, 20)), [5, 9, 2, 40, 41]]))
+    inputs = {"prompts": None, "token_ids": "ids.json"}
+    port = {"module": "port.py", "options": {"level": 1}}
+    return Workflow(directory, model={"checkpoint": "model"}, inputs=inputs, port=port, **config)
+
+
+def change_tensor(workflow, name, change):
+    """Rewrites the shard that holds a tensor; `change` returns None to leave the tensor out."""
+    for shard in (workflow.directory / "model").glob("*.safetensors"):
+        tensors = load_file(shard)
+        if name in tensors:
+            changed = change(tensors.pop(name))
+            save_file(tensors | ({} if changed is None else {name: changed}), shard, metadata={"format": "pt"})
+            return shard.name
+    raise AssertionError(name)

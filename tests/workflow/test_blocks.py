@@ -5,12 +5,10 @@ import shutil
 import subprocess
 
 import pytest
-from runs import REPOSITORY, Workflow, at_work
-from safetensors.torch import load_file, save_file
+from runs import at_work, change_tensor, dense_and_moe
 
 from layerproof.files import sha256
 from layerproof.records import Record
-from models import save
 
 pytestmark = pytest.mark.workflow
 
@@ -22,18 +20,7 @@ RULES = ("golden", "port", "compare", "force", "diagnose", "plot")
 @pytest.fixture(scope="module")
 def workflow(tmp_path_factory):
     """A dense layer and two MoE layers, in blocks of the first four stages and the others."""
-    directory = tmp_path_factory.mktemp("blocks")
-    save("qwen3_moe", directory / "model")
-    shutil.copy(REPOSITORY / "tests/ports/qwen3_moe.py", directory / "port.py")
-    (directory / "ids.json").write_text(json.dumps([list(range(3, 20)), [5, 9, 2, 40, 41]]))
-    workflow = Workflow(
-        directory,
-        model={"checkpoint": "model"},
-        inputs={"prompts": None, "token_ids": "ids.json"},
-        port={"module": "port.py"},
-        chains=[],
-        stages_per_job=SIZE,
-    )
+    workflow = dense_and_moe(tmp_path_factory.mktemp("blocks"), chains=[], stages_per_job=SIZE)
     workflow.first = workflow.run()
     return workflow
 
@@ -107,12 +94,7 @@ def test_a_killed_job_loses_the_stage_that_it_was_at(workflow):
 
 def test_a_job_that_is_killed_when_it_runs_again_is_not_taken_for_done(workflow):
     """Snakemake puts the outputs back that were there before, which were made from another golden."""
-    changed = "model.layers.1.self_attn.o_proj.weight"
-    for shard in (workflow.directory / "model").glob("*.safetensors"):
-        tensors = load_file(shard)
-        if changed in tensors:
-            tensors[changed][0, 0] += 1
-            save_file(tensors, shard, metadata={"format": "pt"})
+    change_tensor(workflow, "model.layers.1.self_attn.o_proj.weight", lambda tensor: 2 * tensor)
     process = subprocess.Popen(workflow.command(), **workflow.options())
     at_work(process, "layerproof port", workflow.results / "logs/port/layer_002.log").kill()
     text, _ = process.communicate()

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 import torch
-from runs import REPOSITORY, Workflow, at_work, running
+from runs import REPOSITORY, Workflow, at_work, change_tensor, running
 from safetensors.torch import load_file, save_file
 
 from layerproof.files import sha256
@@ -143,17 +143,6 @@ def test_everything_killed_resumes_after_unlock(workflow):
     assert workflow.run("--unlock").returncode == 0
     workflow.run()
     assert digests(workflow) == before
-
-
-def change_tensor(workflow, name, change):
-    """Rewrites the shard that holds a tensor; `change` returns None to leave the tensor out."""
-    for shard in (workflow.directory / "model").glob("*.safetensors"):
-        tensors = load_file(shard)
-        if name in tensors:
-            changed = change(tensors.pop(name))
-            save_file(tensors | ({} if changed is None else {name: changed}), shard, metadata={"format": "pt"})
-            return shard.name
-    raise AssertionError(name)
 
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"

@@ -6,16 +6,14 @@ and that return at once do not. The model has a dense layer 0 and two MoE layers
 
 import json
 import os
-import shutil
 import zipfile
 
 import pytest
-from runs import REPOSITORY, Workflow
+from runs import dense_and_moe
 from safetensors.torch import load_file, save_file
 
 from layerproof import trimming
 from layerproof.files import sha256
-from models import save
 
 pytestmark = pytest.mark.workflow
 
@@ -70,15 +68,7 @@ EVERYTHING = {
 @pytest.fixture(scope="module")
 def workflow(tmp_path_factory):
     directory = tmp_path_factory.mktemp("invalidation")
-    save("qwen3_moe", directory / "model")
-    shutil.copy(REPOSITORY / "tests/ports/qwen3_moe.py", directory / "port.py")
-    (directory / "ids.json").write_text(json.dumps([list(range(3, 20)), [5, 9, 2, 40, 41]]))
-    workflow = Workflow(
-        directory,
-        model={"checkpoint": "model"},
-        inputs={"prompts": None, "token_ids": "ids.json"},
-        port={"module": "port.py", "options": {"level": 1}},
-    )
+    workflow = dense_and_moe(directory)
     assert run(workflow) == EVERYTHING
     verdicts = json.loads((workflow.results / "verdicts.json").read_text())
     assert verdicts["overall"] == "pass", json.dumps(verdicts, indent=1)[:4000]

@@ -187,8 +187,8 @@ class Stamps:
     def _reasons(self, job: str, record: Record) -> list[list[str]]:
         """What Snakemake does not see of why a job has to run again."""
         reasons = [[entry, fingerprint.current(entry)] for entry in fingerprint.changed(record.code)]
-        damaged = [name for name in record.outputs if name not in self._whole(job, record)]
-        reasons += [[name, "missing or damaged"] for name in damaged]
+        whole = self._whole(job, record)
+        reasons += [[name, "missing or damaged"] for name in record.outputs if name not in whole]
         if record.error is not None:
             reasons.append(["failed", record.stamp])
         return reasons

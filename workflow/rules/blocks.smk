@@ -1,10 +1,11 @@
 # stages_per_job: several stages in one job, for models whose stages take less time than a job takes to start. Each stage keeps
 # its own files, log, record and stamp, so that of such a job, too, only the stages run that have to.
 
+import itertools
+
 from snakemake.iocontainers import Wildcards
 from snakemake.utils import format as filled_in
 
-SIZE = SETTINGS["stages_per_job"]
 IN_BLOCKS = {
     # rule: side, stages, minutes that its jobs take whatever the size
     "golden_stage": ("golden", [] if TAKES_GOLDEN or SETTINGS["golden"]["mode"] == "whole" else GOLDEN, 2),
@@ -53,9 +54,9 @@ def block_resources(side, block, start):
 
 
 # Preferred to the rule of one stage, because they have no wildcards.
-for rule_name, (side, names, start) in IN_BLOCKS.items() if SIZE > 1 else ():
-    for block in [names[first : first + SIZE] for first in range(0, len(names), SIZE)]:
-        block_name = block_rule(rule_name, block[0])
+for rule_name, (side, names, start) in IN_BLOCKS.items() if SETTINGS["stages_per_job"] > 1 else ():
+    for block_name, members in itertools.groupby(names, functools.partial(block_rule, rule_name)):
+        block = list(members)
 
         rule:
             name:
