@@ -38,6 +38,8 @@ onstart:
     limit = workflow.scheduling_settings.max_jobs_per_timespan
     if limit and (limit.max_jobs, limit.timespan) == (100, 1):
         workflow.scheduler.job_rate_limiter = None
+    if prepares_port():
+        shell("python -m layerproof.client", resources={"tmpdir": tempfile.gettempdir()})
 
 
 rule all:

@@ -28,7 +28,7 @@ def _workflow(directory: Path, name: str, layers: int = LAYERS, **config) -> Wor
     models.CONFIGS[name]["num_hidden_layers"] = layers
     if "mlp_only_layers" in models.CONFIGS[name]:
         models.CONFIGS[name]["mlp_only_layers"] = list(range(DENSE))
-    # Shards of a real model are above the size up to which Snakemake digests inputs, 1 MB.
+    # Shards of a real model are above the size up to which Snakemake digests inputs.
     models.save(name, directory / "model", shard_size="2MB")
     write_json(directory / "ids.json", [list(range(3, 67)), list(range(5, 37))])
     inputs = {"prompts": None, "token_ids": "ids.json"}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -116,9 +117,16 @@ class Shared:
             os.utime(source, (1e9, 1e9))
         self.owner = subprocess.Popen(["sleep", "600"])
 
+    def prepare(self) -> None:
+        """As the workflow does where a port will run."""
+        assert self._start("layerproof.client").wait(60) == 0
+
     def start(self, *argv: str, **environment: str) -> subprocess.Popen:
+        return self._start("layerproof", *argv, **environment)
+
+    def _start(self, module: str, *argv: str, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, "-m", "layerproof", *argv],
+            [sys.executable, "-m", module, *argv],
             cwd=self.directory,
             env=os.environ
             | {"PYTHONPATH": str(self.directory)}
@@ -143,7 +151,7 @@ class Shared:
     def processes(self) -> list[psutil.Process]:
         """Servers of this owner, each with its runners, which may have its command line."""
         commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline", "ppid"])}
-        ours = [process for process, command in commands.items() if command[-2:] == ["serve", str(self.owner.pid)]]
+        ours = [process for process, command in commands.items() if {"serve", str(self.owner.pid)} <= set(command)]
         numbers = {process.pid for process in ours}
         servers = [process for process in ours if process.info["ppid"] not in numbers]
         return [found for server in servers for found in (server, *server.children())]
@@ -281,10 +289,24 @@ def test_only_ports_on_the_host_start_with_packages(shared, weights, verb, devic
     assert first.split()[-2] == second.split()[-2] == prepared
 
 
+def test_packages_of_ports_on_the_host_are_imported_before_the_first_one_if_that_is_asked_for(shared, weights):
+    shared.prepare()
+    (server,) = shared.processes()
+    deadline = time.monotonic() + 60
+    while not any("_XLAC" in mapped.path for mapped in server.memory_maps()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    spec = "--spec", json.dumps({"device": "CPU"})
+    assert shared.run("bisect", *spec, *weights["norm"])[1].split()[-2] == "True"
+    assert len(shared.processes()) == 2 and server in shared.processes(), "a runner that this server forked"
+    shared.prepare()
+    assert len(shared.processes()) == 2
+
+
 @pytest.mark.parametrize("text", ["raise RuntimeError('no such device')", "import os; os.abort()"])
 def test_a_package_that_cannot_be_imported_is_left_to_the_job(shared, weights, text):
     """Also if it ends the process that imports it: then the job is one of its own, and what that process said is kept."""
     (shared.directory / "torch_xla.py").write_text(text)
+    shared.prepare()
     spec = "--spec", json.dumps({"device": "CPU"})
     waiting = shared.start("force", "wait", *spec, *weights["wide"])
     waiting.stdout.readline()

@@ -6,7 +6,11 @@ and that return at once do not. The model has a dense layer 0 and two MoE layers
 
 import json
 import os
+import subprocess
+import tempfile
+import time
 import zipfile
+from pathlib import Path
 
 import pytest
 from runs import dense_and_moe
@@ -247,6 +251,25 @@ def test_golden_forced_with_equal_result(workflow):
     assert run(workflow, "--forcerun", "results/golden/layer_001.h5") - {"manifest.json"} == golden(["layer_001"])
     assert "up to date" in workflow.log("port/layer_002")
     assert started(workflow) == 0
+
+
+def test_the_process_of_ports_is_made_ready_while_the_golden_runs(workflow):
+    """It is the one that the ports' jobs then use; a call that runs no port has none."""
+    golden, port = workflow.results / "golden/layer_001.h5", workflow.results / "port/layer_002.h5"
+    for forced, servers in (([golden, port], 1), ([golden], 0)):
+        before, seen = golden.stat().st_ino, {}
+        names = [str(path.relative_to(workflow.directory)) for path in forced]
+        command = workflow.command("--forcerun", *names, target=names[-1])
+        with tempfile.TemporaryDirectory() as folder:
+            options = workflow.options()
+            process = subprocess.Popen(command, **options | {"env": options["env"] | {"TMPDIR": folder}})
+            while process.poll() is None:
+                for socket in Path(folder).glob("layerproof-*/port-*"):
+                    seen.setdefault(socket.name, golden.stat().st_ino)
+                time.sleep(0.01)
+        assert process.returncode == 0, process.communicate()
+        assert list(seen.values()) == [before] * servers
+        assert golden.stat().st_ino != before
 
 
 def test_result_deleted(workflow):

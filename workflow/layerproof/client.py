@@ -14,12 +14,12 @@ import sys
 import zlib
 
 SIDES = {
-    **dict.fromkeys(("weights", "tokens", "predict", "golden"), "golden"),
+    **dict.fromkeys(("weights", "tokens", "predict", "preflight", "golden"), "golden"),
     **dict.fromkeys(("port", "force", "bisect"), "port"),
     "diagnose": "diagnose",
 }
-"""Verbs that share a process: because they have use for transformers, because they run a port, because they have the
-dictionary of faults. The others share one that imports none of this.
+"""Verbs that share a process: because they have use for torch and transformers, because they run a port, because they have
+the dictionary of faults. The others share one that imports none of this.
 """
 BY_KIND = ("port", "diagnose")
 """Sides of which only stages of one kind share a process, and what they ran counts for each of them: a port may keep
@@ -77,11 +77,9 @@ def submit_in_turn(folder: str, lines: list[str]) -> int:
 def _submitted(folder: str, argv: list[str]) -> int | None:
     """`submit`, but None where no server can be had."""
     side = side_of(argv[0])
-    # How deep in shells it is depends on how bash starts it.
-    environment = _checksum(sorted(item for item in os.environ.items() if item[0] != "SHLVL"))
     kind = _kind(argv) if side in BY_KIND else _checksum(None)  # before the server waits for it
     try:
-        server = _connected(f"{folder}/{side}-{environment}")
+        server = _connected(_address(folder, side))
     except (OSError, AttributeError) as error:  # such as a name too long for a socket, or a Python without pidfd_open
         print(f"This job does not share a process with others: {folder}: {error}", flush=True)
         return None
@@ -134,6 +132,12 @@ def is_cpu(device: str | None) -> bool:
     return (os.environ.get("PJRT_DEVICE") or ("" if any(map(find_spec, PLUGINS)) else "CPU")) == "CPU"
 
 
+def _address(folder: str, side: str) -> str:
+    """The socket of the server that runs a side's jobs in an environment like this one's."""
+    # How deep in shells it is depends on how bash starts it.
+    return f"{folder}/{side}-{_checksum(sorted(item for item in os.environ.items() if item[0] != 'SHLVL'))}"
+
+
 def _checksum(value: object) -> str:
     return f"{zlib.crc32(os.fsencode(repr(value))):0{DIGITS}x}"
 
@@ -155,8 +159,8 @@ def _kind(argv: list[str]) -> str:
     return _checksum(sorted(weights, key=str))
 
 
-def _connected(address: str) -> _socket.socket:
-    """A connection to the server at `address`, which is started if there is none."""
+def _connected(address: str, packages: tuple[str, ...] = ()) -> _socket.socket:
+    """A connection to the server at `address`, which is started if there is none, and then imports `packages` first."""
     folder = os.path.dirname(address)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     if os.lstat(folder).st_uid != os.getuid():
@@ -171,7 +175,7 @@ def _connected(address: str) -> _socket.socket:
                 os.unlink(address)
             from layerproof.worker import start_server
 
-            start_server(address)
+            start_server(address, packages)
             client.connect(address)
     return client
 
@@ -182,3 +186,19 @@ def _hand_over(server: _socket.socket, what: bytes, argv: list[str]) -> None:
     server.sendmsg([what], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, outputs)])
     job = os.fsencode("\0".join([os.getcwd(), *argv]))
     server.sendall(b"%d\n%s" % (len(job), job))
+
+
+def main() -> None:
+    """`python -m layerproof.client` starts the server of ports on the host before its first job: it imports what they need
+    while others run.
+    """
+    import contextlib
+
+    from layerproof.worker import NEEDED
+
+    with contextlib.suppress(OSError, AttributeError):  # the first job says it
+        _connected(_address(os.environ["LAYERPROOF_WORKERS"], "port"), NEEDED).close()
+
+
+if __name__ == "__main__":
+    main()

@@ -54,8 +54,8 @@ nothing: importing may touch it, and a process cannot use one that its parent di
 """
 
 
-def start_server(address: str) -> None:
-    """Starts a server whose socket is at `address`; it is there for clients at once.
+def start_server(address: str, packages: Sequence[str] = ()) -> None:
+    """Starts a server whose socket is at `address`; it is there for clients at once, and first imports `packages`.
 
     Raises:
         OSError: if there can be no such socket, or the process with which the server is to end cannot be seen from here.
@@ -66,7 +66,7 @@ def start_server(address: str) -> None:
         listening.bind(address)
         listening.listen()
         subprocess.Popen(  # which no terminal interrupts
-            _command(listening, "serve", int(owner)),
+            [*_command(listening, "serve", int(owner)), *packages],
             pass_fds=[listening.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -361,13 +361,17 @@ def _exit_code(run: Callable[[], int]) -> int:
 
 
 def main() -> None:
-    """`python -m layerproof.worker SOCKET serve OWNER` and `... SOCKET run SERVER`; SOCKET is an open file's number."""
+    """`python -m layerproof.worker SOCKET serve OWNER [PACKAGE...]` and `... SOCKET run SERVER`; SOCKET is an open file's
+    number.
+    """
     faulthandler.enable()  # a crash leaves the Python stack in the log
-    number, task, process = sys.argv[1:]
+    number, task, process, *packages = sys.argv[1:]
     control: socket.socket | None = socket.socket(fileno=int(number))
     server = int(process)
     if task == "serve":
         server = os.getpid()
+        if packages:
+            import_packages(tuple(packages))
         control = serve(control, int(process))
     if control is not None:
         run_jobs(control, server)

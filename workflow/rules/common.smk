@@ -14,7 +14,7 @@ sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
 from snakemake.settings.types import DeploymentMethod
 
-from layerproof import captured, containers, stages, stored
+from layerproof import captured, client, containers, stages, stored
 from layerproof.config import DEFAULT_CHECKPOINT, read, resolve
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
@@ -108,6 +108,16 @@ shell.prefix(
     # USE_TORCH_XLA: accelerate would start the XLA runtime in golden jobs, which have no use for it.
     f"set -euo pipefail; export PYTHONPATH={LIBRARY}${{{{PYTHONPATH:+:$PYTHONPATH}}}} USE_TORCH_XLA=0 {SHARED}; "
 )
+
+
+def prepares_port():
+    """Whether this call runs a port whose process can import what it needs while other jobs run."""
+    return (
+        IS_SHARED
+        and workflow.local_exec
+        and client.is_cpu(SETTINGS["port"]["device"])
+        and any("neuron" in job.rule.resources for job in workflow.dag.needrun_jobs())
+    )
 
 
 wildcard_constraints:
