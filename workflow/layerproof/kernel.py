@@ -27,6 +27,9 @@ steps between port and golden.
 """
 ABS, REL, PORT, GOLDEN, ULP = range(len(SPREADS))
 
+LANES = 4
+"""Counters of each bin, taken in turn: adding to the one that was just added to waits for it, and many errors are alike."""
+
 BF16_STEPS = bf16_ulp(np.ldexp(1.0, np.arange(2047) - 1023))
 """The step of bf16 by the biased exponent of a finite fp64 number."""
 
@@ -47,8 +50,8 @@ class Sums(NamedTuple):
     counts: int64 [features], token_counts: int64 [tokens]: elements compared
     channels: [4, features], tokens: [4, tokens]: sums of the squares of `metrics.error_squares`
     unit_channels: [features], unit_tokens: [tokens]: sums of the port's squared errors in units of the noise
-    bins: int64 [5, PATTERN_BINS]: by SPREADS, counts over the top bits of fp32 patterns
-    lowest: int64 [5]: by SPREADS, the smallest of these patterns but 0: below it bins need not be looked at
+    bins: int64 [5, PATTERN_BINS * LANES]: by SPREADS, counts over the top bits of fp32 patterns, in LANES beside each other
+    lowest: [5]: by SPREADS, the smallest number but 0: below it bins need not be looked at
     spreads: [5, 3]: by SPREADS, how many are zero, their sum and the largest
     moments: [6]: count, means of port and golden, and their centred second moments pp, pg, gg
     first: [2]: the first element of port and of golden; varied: int64 [2], how many differ from it
@@ -81,8 +84,8 @@ class Sums(NamedTuple):
             tokens=np.zeros((4, tokens)),
             unit_channels=np.zeros(features),
             unit_tokens=np.zeros(tokens),
-            bins=np.zeros((len(SPREADS), PATTERN_BINS), np.int64),
-            lowest=np.full(len(SPREADS), PATTERN_BINS << PATTERN_SHIFT),
+            bins=np.zeros((len(SPREADS), PATTERN_BINS * LANES), np.int64),
+            lowest=np.full(len(SPREADS), np.inf),
             spreads=np.zeros((len(SPREADS), 3)),
             moments=np.zeros(6),
             first=np.zeros(2),
@@ -95,10 +98,12 @@ class Sums(NamedTuple):
         """Of one of SPREADS how many are zero, their sum, the largest, the bins in use, 0 first, and their counts."""
         kind = SPREADS.index(name)
         zeros, total, largest = self.spreads[kind].tolist()
-        start = max(1, self.lowest[kind] >> PATTERN_SHIFT)
-        end = (np.float32(min(largest, FLOAT32_MAX)).view(np.int32) >> PATTERN_SHIFT) + 1
-        used = np.append(0, np.flatnonzero(self.bins[kind, start:end]) + start)
-        return int(zeros), total, largest, used, self.bins[kind, used]
+        bounds = np.minimum([self.lowest[kind], largest], FLOAT32_MAX).astype(np.float32).view(np.int32)
+        start, end = np.maximum(bounds >> PATTERN_SHIFT, [1, 0])
+        bins = self.bins[kind].reshape(-1, LANES)
+        counts = bins[start : end + 1].sum(axis=1)
+        used = np.flatnonzero(counts)
+        return int(zeros), total, largest, np.append(0, used + start), np.append(bins[0].sum(), counts[used])
 
     def add(
         self,
@@ -140,7 +145,9 @@ def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_pattern
     squares, units = np.empty((4, features)), np.empty(features)
     errors = np.empty((len(SPREADS), features))
     single = np.empty(features, np.float32)
+    bounds = np.empty(2)
     all_finite = True
+    whole = 0
     for row in range(rows):
         _set_values(values[0][row], are_bits[0], single, p)
         _set_values(values[1][row], are_bits[1], single, g)
@@ -151,8 +158,10 @@ def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_pattern
             continue
         number = numbers[row]
         sums.token_counts[number] = found
-        for c in range(features):
-            sums.counts[c] += keep[c]
+        whole += found == features
+        if found < features:
+            for c in range(features):
+                sums.counts[c] += keep[c]
         _set_squares(constants.steps, p, g, x, squares[0], squares[1], squares[2], squares[3])
         for of in range(4):
             sums.tokens[of, number] = _add_to(sums.channels[of], squares[of])
@@ -163,10 +172,14 @@ def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_pattern
         if has_patterns:
             _set_steps(patterns[0][row], patterns[1][row], keep, errors[ULP])
         for kind in range(len(SPREADS) if has_patterns else ULP):
-            _add_spread(sums, constants, kind, errors[kind], features - found, single)
+            spread, bins, lowest = sums.spreads[kind], sums.bins[kind], sums.lowest[kind : kind + 1]
+            largest = _add_spread(spread, bins, lowest, constants, errors[kind], features - found, single, bounds)
+            if kind == PORT and largest > sums.worst[0]:
+                _set_worst(sums, number, p, g, x, keep, errors[PORT], largest)
         _add_totals(sums, constants, g, x, errors[ABS], features - found)
-        _look_for_worst(sums, number, p, g, x, keep, errors[PORT])
         _add_moments(sums, p, g, keep, found)
+    for c in range(features):
+        sums.counts[c] += whole
     return all_finite
 
 
@@ -255,23 +268,45 @@ def _set_steps(port, golden, keep, steps):
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _add_spread(sums, constants, kind, values, left_out, single):
-    """Counts values by their fp32 patterns, for which they are rounded in `single`. Of the zeros `left_out` stand for
-    elements that are not compared.
+def _add_spread(spread, bins, lowest, constants, values, left_out, single, bounds):
+    """Counts values by their fp32 patterns, for which they are rounded in `single`, and returns the largest. Of the zeros
+    `left_out` stand for elements that are not compared.
     """
-    spread, bins, patterns = sums.spreads[kind], sums.bins[kind], single.view(np.int32)
-    zeros = 0
+    patterns = single.view(np.uint32)
+    zeros, total = _look_through(values, bounds)
+    spread[0] += zeros - left_out
+    spread[1] += total
+    spread[2] = max(spread[2], bounds[1])
+    lowest[0] = min(lowest[0], bounds[0])
     for c in range(len(values)):
         single[c] = min(values[c], constants.largest)
-    sums.lowest[kind] = min(sums.lowest[kind], _lowest(single.view(np.uint32)))
-    for c in range(len(values)):
-        bins[patterns[c] >> constants.shift] += 1
+    # Unsigned, or each would be looked at for being an index from the end.
+    shift, lanes, in_turn = np.uint32(constants.shift), np.uint32(LANES), len(values) // LANES * LANES
+    for start in range(0, in_turn, LANES):
+        for lane in range(LANES):
+            bins[(patterns[start + lane] >> shift) * lanes + np.uint32(lane)] += 1
+    for c in range(in_turn, len(values)):
+        bins[(patterns[c] >> shift) * lanes] += 1
     bins[0] -= left_out
+    return bounds[1]
+
+
+@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+def _look_through(values, bounds):
+    """How many numbers are zero, and their sum; `bounds` become the smallest but 0 and the largest, infinite and 0 if there
+    are none. They are not negative, so they have the order of their bits, which a compiler can compare side by side.
+    """
+    patterns, bits = values.view(np.uint64), bounds.view(np.uint64)
+    zeros, total, lowest, largest = 0, 0.0, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(0)
     for c in range(len(values)):
-        zeros += values[c] == 0
-    spread[0] += zeros - left_out
-    spread[1] += _total(values)
-    spread[2] = max(spread[2], _largest(values))
+        zeros += patterns[c] == 0
+        total += values[c]
+        lowest = min(lowest, patterns[c] - np.uint64(1))  # of 0 the largest that there is
+        largest = max(largest, patterns[c])
+    bits[0], bits[1] = lowest + np.uint64(1), largest
+    if zeros == len(values):
+        bounds[0] = np.inf
+    return zeros, total
 
 
 @numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
@@ -289,10 +324,7 @@ def _add_totals(sums, constants, g, x, differences, left_out):
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _look_for_worst(sums, number, p, g, x, keep, errors):
-    largest = _largest(errors)
-    if largest <= sums.worst[0]:
-        return
+def _set_worst(sums, number, p, g, x, keep, errors, largest):
     for c in range(len(errors)):
         if keep[c] and errors[c] == largest:
             sums.worst[0], sums.worst[1], sums.worst[2] = largest, number, c
@@ -307,11 +339,12 @@ def _add_moments(sums, p, g, keep, found):
     Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
     moments = sums.moments
-    for side, values in ((0, p), (1, g)):
-        if moments[0] == 0:
-            sums.first[side] = values[np.argmax(keep)]
-        sums.varied[side] += _different(values, keep, sums.first[side])
-    port_mean, golden_mean = _total(p) / found, _total(g) / found
+    if moments[0] == 0:
+        sums.first[0], sums.first[1] = p[np.argmax(keep)], g[np.argmax(keep)]
+    port_total, golden_total, port_varied, golden_varied = _look_at_both(p, g, keep, sums.first[0], sums.first[1])
+    sums.varied[0] += port_varied
+    sums.varied[1] += golden_varied
+    port_mean, golden_mean = port_total / found, golden_total / found
     pp, pg, gg = _centred(p, g, keep, port_mean, golden_mean)
     a, b, total = port_mean - moments[1], golden_mean - moments[2], moments[0] + found
     weight = moments[0] * (found / total)
@@ -326,47 +359,24 @@ def _add_moments(sums, p, g, keep, found):
 @numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
 def _add_to(totals, values):
     """Adds values to totals, element by element, and returns their sum."""
-    for c in range(len(values)):
-        totals[c] += values[c]
-    return _total(values)
-
-
-@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
-def _total(values):
     total = 0.0
     for c in range(len(values)):
+        totals[c] += values[c]
         total += values[c]
     return total
 
 
-@numba.njit(cache=True, error_model="numpy")
-def _largest(values):
-    """The largest of numbers that are not negative, which have the order of their bits."""
-    result = np.zeros(1)
-    patterns, largest = values.view(np.int64), result.view(np.int64)
-    most = np.int64(0)
-    for c in range(len(values)):
-        most = max(most, patterns[c])
-    largest[0] = most
-    return result[0]
-
-
-@numba.njit(cache=True, error_model="numpy")
-def _lowest(patterns):
-    """The smallest but 0, which becomes the largest when 1 is taken from it."""
-    lowest = np.uint32(0xFFFFFFFF)
-    for c in range(len(patterns)):
-        lowest = min(lowest, np.uint32(patterns[c] - np.uint32(1)))
-    return np.int64(lowest) + 1
-
-
-@numba.njit(cache=True, error_model="numpy")
-def _different(values, keep, first):
-    """How many of a token's elements differ from one."""
-    different = 0
-    for c in range(len(values)):
-        different += (values[c] != first) & keep[c]
-    return different
+@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+def _look_at_both(p, g, keep, port_first, golden_first):
+    """Sums of a token's elements, of which those that are not kept are 0, and how many of them differ from the first."""
+    port_total = golden_total = 0.0
+    port_varied = golden_varied = 0
+    for c in range(len(keep)):
+        port_total += p[c]
+        golden_total += g[c]
+        port_varied += (p[c] != port_first) & keep[c]
+        golden_varied += (g[c] != golden_first) & keep[c]
+    return port_total, golden_total, port_varied, golden_varied
 
 
 @numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
