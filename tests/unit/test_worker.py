@@ -302,6 +302,12 @@ def test_packages_of_ports_on_the_host_are_imported_before_the_first_one_if_that
     assert len(shared.processes()) == 2
 
 
+def test_a_server_that_still_imports_ends_with_snakemake(shared):
+    (shared.directory / "torch_xla.py").write_text("import time; time.sleep(2)")
+    shared.prepare()
+    assert shared.processes()
+
+
 @pytest.mark.parametrize("text", ["raise RuntimeError('no such device')", "import os; os.abort()"])
 def test_a_package_that_cannot_be_imported_is_left_to_the_job(shared, weights, text):
     """Also if it ends the process that imports it: then the job is one of its own, and what that process said is kept."""

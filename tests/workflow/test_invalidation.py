@@ -265,7 +265,7 @@ def test_the_process_of_ports_is_made_ready_while_the_golden_runs(workflow):
             process = subprocess.Popen(command, **options | {"env": options["env"] | {"TMPDIR": folder}})
             while process.poll() is None:
                 for socket in Path(folder).glob("layerproof-*/port-*"):
-                    seen.setdefault(socket.name, golden.stat().st_ino)
+                    seen[socket.name] = seen.get(socket.name) or golden.stat().st_ino
                 time.sleep(0.01)
         assert process.returncode == 0, process.communicate()
         assert list(seen.values()) == [before] * servers

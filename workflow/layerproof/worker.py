@@ -1,9 +1,9 @@
 """Lets the jobs of one call of snakemake share processes, so that imports are had once.
 
 Under snakemake `python -m layerproof VERB` is a client. It hands its command line, directory and output to a server, which
-the first job starts, and waits; the server hands them to a runner, one that is idle or a new one, and a runner takes the
-next job when it has done this one. There is a server for each side of `client.SIDES`. Of ports on the host there is a runner
-for each kind of stage, which the server forks when it has imported what they have in common.
+the first job starts if the call did not, and waits; the server hands them to a runner, one that is idle or a new one, and a
+runner takes the next job when it has done this one. There is a server for each side of `client.SIDES`. Of ports on the host
+there is a runner for each kind of stage, which the server forks when it has imported what they have in common.
 
 Where it matters a job is as alone as in a process of its own: a runner that dies takes only its own job with it, and the
 client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
@@ -93,11 +93,15 @@ class _Runner:
     packages: tuple[str, ...] = ()
 
 
-def serve(listening: socket.socket, owner: int) -> socket.socket | None:
-    """Hands jobs to runners until the process `owner` ends. In a runner, returns the socket over which it is given jobs."""
+def serve(listening: socket.socket, owner: int, packages: Sequence[str] = ()) -> socket.socket | None:
+    """Imports packages, if there are any, and hands jobs to runners until the process `owner` ends. In a runner, returns the
+    socket over which it is given jobs.
+    """
     runners: list[_Runner] = []
-    end = os.pidfd_open(owner)
+    end = os.pidfd_open(owner)  # before it imports: it would not know another process that got the number meanwhile
     try:
+        if packages:
+            import_packages(tuple(packages))
         while True:
             poll = select.poll()
             poll.register(listening, select.POLLIN)
@@ -370,9 +374,7 @@ def main() -> None:
     server = int(process)
     if task == "serve":
         server = os.getpid()
-        if packages:
-            import_packages(tuple(packages))
-        control = serve(control, int(process))
+        control = serve(control, int(process), packages)
     if control is not None:
         run_jobs(control, server)
 

@@ -110,13 +110,17 @@ shell.prefix(
 )
 
 
+RUN_PORTS = ("port_stage", "force_stage", "chain_", "bisect")
+
+
 def prepares_port():
     """Whether this call runs a port whose process can import what it needs while other jobs run."""
     return (
         IS_SHARED
         and workflow.local_exec
+        and not workflow.touch
         and client.is_cpu(SETTINGS["port"]["device"])
-        and any("neuron" in job.rule.resources for job in workflow.dag.needrun_jobs())
+        and any(job.rule.name.startswith(RUN_PORTS) for job in workflow.dag.needrun_jobs())
     )
 
 
