@@ -1,10 +1,13 @@
 """What a stage's job holds in memory beside the stage: next to nothing, in the golden's job as in the port's."""
 
+import math
+from collections import Counter
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from layerproof import checkpoint, fp8, golden, loading, port, provenance
+from layerproof import checkpoint, fp8, golden, loading, port, provenance, tensors
 from layerproof.tokens import pad
 from models import COMMON
 from peak import Peak
@@ -25,6 +28,43 @@ def model(request, tmp_path_factory):
         fp8.quantize_checkpoint(directory)
     stages = loading.describe_stages(directory, ["embed", STAGE], False)[0]
     return directory, stages, sum(tensor.nbytes for tensor in made.model.layers[0].state_dict().values())
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Elements that were read from disk by the names of tensors, through the one place where that is done."""
+    elements, from_disk = Counter(), checkpoint.TensorOfStage.__getitem__
+
+    def counted(tensor, index):
+        part = from_disk(tensor, index)
+        elements[tensor.name] += part.numel()
+        return part
+
+    monkeypatch.setattr(checkpoint.TensorOfStage, "__getitem__", counted)
+    return elements
+
+
+def sizes(description):
+    return {name: math.prod(entry["shape"]) for name, entry in description["tensors"].items()}
+
+
+def test_golden_reads_its_stage_once(model, read, tmp_path):
+    directory, stages, _ = model
+    paths = [tmp_path / name for name in ("embed.h5", "embed.noise.h5", "layer.h5", "layer.noise.h5")]
+    golden.make_stage("embed", directory, stages["embed"], TOKENS, None, None, *paths[:2], SETTINGS)
+    read.clear()
+    golden.make_stage(STAGE, directory, stages[STAGE], TOKENS, *paths, SETTINGS)
+    assert read == sizes(stages[STAGE])
+
+
+def test_port_reads_its_stage_once(model, read, tmp_path):
+    directory, stages, _ = model
+    settings = {"backend": "xla", "device": "CPU", "dtype": "bfloat16", "compile": None, "options": {}}
+    of_port = {"module": "workflow/ports/minimax_m2.py", "trust_remote_code": False}
+    runner = port.Runner.start(directory, TOKENS, settings | of_port)
+    fed = tensors.to_array(torch.zeros(*TOKENS.ids.shape, WIDE["hidden_size"], dtype=torch.bfloat16))
+    port.make_stage(runner, STAGE, stages[STAGE], fed, tmp_path / "layer.h5")
+    assert read == sizes(stages[STAGE])
 
 
 def test_golden_holds_its_stage_once(model, tmp_path):

@@ -20,6 +20,7 @@ NO_DRIVER = (
     'error="failed to discover Neuron devices"\n'
 )
 GOLDEN = {"device": "auto", "mode": "streamed"}
+WHOLE = {"device": "cpu", "mode": "whole", "device_map": "auto", "max_memory": None, "offload_folder": None}
 PREDICTION = {"golden": 8 * GIB, "port": 8 * GIB, "whole": 430 * GIB, "files": 3 * GIB}
 
 
@@ -146,9 +147,63 @@ def test_gpu_memory_is_held_against_what_is_foretold(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     checks = list(preflight.check_golden_device(GOLDEN, PREDICTION))
     assert statuses(checks) == {"device": "ok", "device memory": "warn"}
-    checks = list(preflight.check_golden_device(GOLDEN | {"mode": "whole"}, PREDICTION | {"whole": 40 * GIB}))
+    checks = list(preflight.check_golden_device(WHOLE, PREDICTION | {"whole": 40 * GIB}))
     assert statuses(checks) == {"device": "ok", "device memory": "ok"}
     assert checks[1].text.startswith("the whole model is foretold to take 42.9 GB of 46.6 GB")
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpus"),
+    [
+        ({"device_map": "auto"}, 8 * 40),
+        ({"device_map": "balanced_low_0", "max_memory": {"0": "10GiB", "3": "60GiB", "cpu": "500GiB"}}, 10 + 40),
+        ({"device_map": "cuda:1"}, 40),
+        ({"device_map": "cuda"}, 40),
+        ({"device_map": {"model.embed_tokens": 2, "model.layers": "cuda:3", "lm_head": "cpu"}}, 2 * 40),
+        ({"device_map": "cpu"}, 0),
+    ],
+)
+def test_the_host_has_what_gpus_have_no_room_for_of_the_whole_model(settings, on_gpus, monkeypatch, tmp_path):
+    fake_tool(monkeypatch, tmp_path, "nvidia-smi", "\n".join(["NVIDIA H100 80GB HBM3, 40960, 0, 550.90.07"] * 8))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    golden = WHOLE | settings
+    left = (430 - on_gpus) * GIB + preflight.IMPORTS
+    assert preflight.check_whole_memory(golden, PREDICTION, left).status == "ok"
+    check = preflight.check_whole_memory(golden, PREDICTION, left - 1)
+    assert (check.status, check.remedy) == (
+        "warn",
+        "Give golden.offload_folder a folder, or write golden.mode: streamed.",
+    )
+    assert preflight.check_whole_memory(golden | {"offload_folder": "left"}, PREDICTION, left - 1).status == "ok"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert preflight.check_whole_memory(golden, PREDICTION, 430 * GIB).status == "warn", "torch sees no GPU"
+
+
+@pytest.mark.parametrize(
+    ("device_map", "status"),
+    [
+        ("cuda:0", "fail"),
+        ({"model": 0, "lm_head": "cpu"}, "fail"),
+        ({"model": "cpu", "lm_head": "disk"}, "ok"),
+        ("auto", "ok"),
+    ],
+)
+def test_devices_of_the_whole_model_are_those_of_its_map(device_map, status, monkeypatch, tmp_path):
+    """Not golden.device, which is of a streamed one."""
+    fake_tool(monkeypatch, tmp_path, "nvidia-smi", "No devices were found", code=6)
+    (check,) = preflight.check_golden_device(WHOLE | {"device_map": device_map}, PREDICTION)
+    assert check.status == status
+    if status == "fail":
+        assert check.remedy == "Run on a GPU host, or write golden.device_map: cpu."
+
+
+def test_the_whole_model_on_this_host(tmp_path):
+    save("llama", tmp_path / "model")
+    config = {"golden": WHOLE | {"device_map": "cpu"}, "port": {"compile": None}}
+    for held, status in ((GIB, "ok"), (1 << 50, "warn")):
+        prediction = PREDICTION | {"whole": held, "golden": 0}
+        checks = preflight.check_side("golden", config, tmp_path / "model", tmp_path, prediction)
+        assert statuses(checks)["memory"] == status
 
 
 def test_libraries():

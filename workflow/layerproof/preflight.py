@@ -29,6 +29,8 @@ from layerproof.files import read_json, size
 OK, WARN, FAIL = "ok", "warn", "fail"
 IMPORTS = 1 << 30
 """Bytes that a process takes for its imports, more than was measured (`make bench`)."""
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""By which accelerate spreads a model over all devices, the CPU among them."""
 LIBRARIES = {
     "golden": ("torch", "transformers", "safetensors", "h5py"),
     "port": ("torch", "torch-xla", "safetensors", "h5py"),
@@ -83,7 +85,11 @@ def check_side(
         *(check_nxdi(find_spec) if side == "port" and config["port"]["backend"] == "nxdi" else []),
         *(check_golden_device(config["golden"], prediction) if side == "golden" else []),
         *(check_neuron(prediction, os.environ, config["parallel"]["tp"]) if on_neuron else []),
-        check_memory(side, prediction, _available_memory()),
+        (
+            check_whole_memory(config["golden"], prediction, _available_memory())
+            if side == "golden" and config["golden"]["mode"] == "whole"
+            else check_memory(side, prediction, _available_memory())
+        ),
         check_disk(results, prediction, shutil.disk_usage(_existing(results)).free),
         check_checkpoint(directory),
     ]
@@ -132,14 +138,16 @@ def check_golden_device(golden: Mapping[str, Any], prediction: Mapping[str, Any]
     """The GPU of the golden, where one is asked for or there."""
     import torch
 
-    if golden["device"] == "cpu":
-        yield Check("device", OK, "the CPU, as golden.device says")
+    key = "device_map" if golden["mode"] == "whole" else "device"
+    places = {_kind_of_device(place) for place in _places(golden[key])}
+    if places <= {"cpu", "disk"}:
+        yield Check("device", OK, f"the CPU, as golden.{key} says")
         return
     gpus, problem = _gpus()
     seen = torch.cuda.is_available()
-    if not seen and golden["device"] == "cuda":
+    if not seen and "cuda" in places:
         found = f"nvidia-smi has {len(gpus)}, torch {torch.__version__} sees none" if gpus else problem
-        yield Check("device", FAIL, f"no CUDA device: {found}", "Run on a GPU host, or write golden.device: cpu.")
+        yield Check("device", FAIL, f"no CUDA device: {found}", f"Run on a GPU host, or write golden.{key}: cpu.")
     elif not seen and gpus:
         text = f"{gpus[0].name} is here, but torch {torch.__version__} does not see it, so the golden runs on the CPU"
         yield Check(
@@ -159,13 +167,41 @@ def check_golden_device(golden: Mapping[str, Any], prediction: Mapping[str, Any]
 def _fits_gpus(golden: Mapping[str, Any], gpus: Sequence[Gpu], prediction: Mapping[str, Any]) -> Check:
     free = [gpu.memory - gpu.used for gpu in gpus]
     if golden["mode"] == "whole":
-        needed, has, what = prediction["whole"], sum(free), "the whole model"
+        needed, has, what = prediction["whole"], sum(_room(golden, gpus)), "the whole model"
         remedy = "Offload (golden.max_memory, golden.offload_folder), or write golden.mode: streamed."
     else:
         needed, has, what = prediction["golden"], free[0], "the largest stage"
         remedy = "End what else runs on the GPU, or give shorter prompts."
     text = f"{what} is foretold to take {size(needed)} of {size(has)}"
     return Check("device memory", OK if needed <= has else WARN, text, None if needed <= has else remedy)
+
+
+def _places(device_map: str | Mapping[str, str | int]) -> list[str]:
+    """Strategies and devices that `golden.device` or `golden.device_map` names."""
+    return [device_map] if isinstance(device_map, str) else [str(place) for place in device_map.values()]
+
+
+def _kind_of_device(place: str) -> str:
+    """`cuda` of cuda:1 and of 1; cpu, disk and strategies as they are."""
+    return "cuda" if place.isdigit() else place.partition(":")[0]
+
+
+def _room(golden: Mapping[str, Any], gpus: Sequence[Gpu]) -> list[int]:
+    """Bytes that the whole model may take of each GPU: what is free, of those that device_map names or, if it is a strategy,
+    of all within max_memory, which then names all that accelerate uses.
+    """
+    places = {place.removeprefix("cuda:") for place in _places(golden["device_map"])}
+    free = [gpu.memory - gpu.used for gpu in gpus]
+    if not places <= set(STRATEGIES):
+        return [
+            has if str(index) in places or (index == 0 and "cuda" in places) else 0 for index, has in enumerate(free)
+        ]
+    limits = golden["max_memory"]
+    if limits is None:
+        return free
+    from accelerate.utils import convert_file_size_to_int
+
+    return [min(has, convert_file_size_to_int(limits.get(str(index), "0GB"))) for index, has in enumerate(free)]
 
 
 def _gpus() -> tuple[list[Gpu], str]:
@@ -307,6 +343,22 @@ def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int
     text = f"the largest job is foretold to take {size(needed)} of {size(available)} available"
     remedy = "Free memory, run one job at a time (--cores 1), or give shorter prompts."
     return Check("memory", OK if needed <= available else WARN, text, None if needed <= available else remedy)
+
+
+def check_whole_memory(golden: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int) -> Check:
+    """Host memory against what GPUs have no room for of the whole model; with golden.offload_folder the rest goes there."""
+    import torch
+
+    if not prediction:
+        return Check("memory", OK, f"{size(available)} available")
+    gpus = _gpus()[0] if torch.cuda.is_available() else []
+    needed = max(0, prediction["whole"] - sum(_room(golden, gpus))) + IMPORTS
+    text = f"the whole model is foretold to take {size(needed)} of {size(available)} available on the host"
+    if needed <= available:
+        return Check("memory", OK, text)
+    if golden["offload_folder"]:
+        return Check("memory", OK, f"{text}; what is left over goes to {golden['offload_folder']}")
+    return Check("memory", WARN, text, "Give golden.offload_folder a folder, or write golden.mode: streamed.")
 
 
 def _available_memory() -> int:

@@ -148,6 +148,8 @@ def preflight_spec(side):
     if side == "golden" and TAKES_GOLDEN:
         return spec("cpu", storage=SETTINGS["golden"]["storage"])
     asked = {"golden": ("device", "mode"), "port": ("device", "backend", "compile")}[side]
+    if side == "golden" and SETTINGS["golden"]["mode"] == "whole":
+        asked += ("device_map", "max_memory", "offload_folder")
     ranks = {"parallel": SETTINGS["parallel"]} if side == "port" else {}
     return spec(
         side, *PACKAGES, checkpoint_dir=CHECKPOINT, **{side: {key: SETTINGS[side][key] for key in asked}}, **ranks
