@@ -59,11 +59,12 @@ def test_with_layers_and_head_offloaded(model_type, tmp_path):
     assert_equal_files(tmp_path / "streamed", tmp_path / "whole", stages)
 
 
-def test_as_accelerate_spreads_it_within_limits(tmp_path):
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_as_accelerate_spreads_it_within_limits(strategy, tmp_path):
     save("minimax_m2", tmp_path / "model")
     stages = stream(tmp_path / "model", tmp_path / "streamed")
     limits = {"max_memory": {"cpu": "800KB"}, "offload_folder": str(tmp_path / "offload")}
-    whole = start(tmp_path / "model", device_map="auto", **limits)
+    whole = start(tmp_path / "model", device_map=strategy, **limits)
     assert set(map(str, whole.model.hf_device_map.values())) == {"cpu", "disk"}
     stream(tmp_path / "model", tmp_path / "whole", whole)
     assert_equal_files(tmp_path / "streamed", tmp_path / "whole", stages)
