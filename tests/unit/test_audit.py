@@ -31,7 +31,7 @@ def run(request, tmp_path_factory):
 
 
 def findings(run, directory, *edits, **settings):
-    """Kind and text of what is found in the shipped port with lines replaced."""
+    """Kind and text of what is found in the shipped port with lines replaced; with `notes` what is well in many, too."""
     source = PORT.read_text()
     for old, new in edits:
         assert source.count(old) == 1, old
@@ -39,7 +39,7 @@ def findings(run, directory, *edits, **settings):
     return findings_in(run, directory, source, **settings)
 
 
-def findings_in(run, directory, source, **settings):
+def findings_in(run, directory, source, notes=False, **settings):
     (directory / "port.py").write_text(source)
     settings = {
         **{
@@ -59,7 +59,7 @@ def findings_in(run, directory, source, **settings):
     files = {STAGE: run / f"{STAGE}.h5"}, {STAGE: directory / "port.h5"}
     entry = audit.audit(descriptions, *files, settings["dtype"])["stages"][STAGE]
     assert entry["golden"].keys() <= {"bfloat16", "float32"} and entry["port"]
-    return [(finding["kind"], finding["text"]) for finding in entry["findings"] if not finding["note"]]
+    return [(finding["kind"], finding["text"]) for finding in entry["findings"] if notes or not finding["note"]]
 
 
 def test_the_shipped_port_and_transformers_have_their_books_in_order(run, tmp_path):
@@ -145,6 +145,68 @@ def test_bytes_by_dtype(run, tmp_path):
 def test_a_finding_names_what_is_wrong(run, tmp_path, edit, kind, text):
     found = findings(run, tmp_path, edit)
     assert (kind is None and not found) or any(one == kind and text in sentence for one, sentence in found), found
+
+
+def test_a_wider_norm_is_no_more_than_noted(run, tmp_path):
+    edit = convert_as("input_norm.weight", "dequantized(weights, prefix + source, torch.float32)")
+    found = dict(findings(run, tmp_path, edit, notes=True))
+    assert "upcast" not in found
+    assert found["widened"].startswith("input_norm.weight, moe.router_bias: float32 in the port and bfloat16 on disk")
+
+
+OWN = """
+import torch
+
+class Own(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        hidden, experts = config["hidden_size"], config["num_local_experts"]
+        shapes = {{"gate": (hidden, experts), "norm": (hidden,), "norm8": (hidden,), "part": (hidden // 2,)}}
+        dtype = torch.float8_e4m3fn if "{name}" == "norm8" else torch.bfloat16
+        self.{name} = torch.nn.Parameter(torch.zeros(shapes["{name}"]).to(dtype), requires_grad=False)
+
+    def forward(self, x, positions, valid):
+        return x
+
+def build(stage):
+    return Own(stage.config)
+
+def convert(stage, weights):
+    gate, norm = "model.layers.1.block_sparse_moe.gate.weight", "model.layers.1.input_layernorm.weight"
+    {line}
+"""
+NORM, GATE = "model.layers.1.input_layernorm.weight", "model.layers.1.block_sparse_moe.gate.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "kind", "text"),
+    [
+        ("gate", "yield 'gate', weights[gate].T.contiguous()", "transposed", "gate: transposed in convert()."),
+        (
+            "norm",
+            "weights[norm]; yield 'norm', weights[norm]",
+            "read twice",
+            f"{NORM}: read from disk more than once (",
+        ),
+        ("part", "yield 'part', weights[norm][::2].clone()", "in part", f"{NORM}: only 50.00% of it went into part."),
+        ("norm", "weights[gate]; yield 'norm', weights[norm]", "dropped", f"{GATE}: read by convert() and used in no"),
+        (
+            "norm8",
+            "yield 'norm8', weights[norm].to(torch.float8_e4m3fn)",
+            "rounded",
+            "norm8: rounded to float8_e4m3fn, where checkpoint and golden have bfloat16.",
+        ),
+        (
+            "norm",
+            "yield 'norm', torch.from_numpy(weights[norm].float().numpy()).bfloat16()",
+            "origin",
+            "norm: cannot be followed to a tensor on disk through convert().",
+        ),
+    ],
+)
+def test_what_becomes_of_a_tensor_on_its_way_is_told(run, tmp_path, name, line, kind, text):
+    found = findings_in(run, tmp_path, OWN.format(name=name, line=line), notes=True)
+    assert any(one == kind and sentence.startswith(text) for one, sentence in found), found
 
 
 OWN_INITIAL = """

@@ -517,7 +517,8 @@ def _on_device(tensor: torch.Tensor, device: torch.device, hardware: str) -> tor
     from torch_xla.utils import dlpack
 
     aligned = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0  # XLA's own buffers begin so
-    if hardware == "CPU" and tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.numel() and aligned:
+    is_float = tensor.is_floating_point() and tensor.itemsize > 1  # DLPack has no float8
+    if hardware == "CPU" and tensor.device.type == "cpu" and is_float and tensor.numel() and aligned:
         return dlpack.from_dlpack(tensor.detach())
     return tensor.to(device)
 
