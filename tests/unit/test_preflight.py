@@ -119,6 +119,19 @@ def test_a_stage_that_is_larger_than_a_core_is_warned_of():
     assert statuses(checks)["device memory"] == "warn"
 
 
+def test_neurons_driver_and_runtime(monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "NEURON_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(preflight, "NEURON_LIBRARIES", str(tmp_path))
+    found = {check.name: check for check in preflight.check_neuron(None, {}, 1)}
+    assert (found["driver"].status, found["runtime"].status) == ("warn", "fail")
+    assert "aws-neuronx-dkms" in found["driver"].remedy and "aws-neuronx-runtime-lib" in found["runtime"].remedy
+    (tmp_path / "version").write_text("2.24.7.0\n")
+    (tmp_path / "libnrt.so.1").touch()
+    found = {check.name: check for check in preflight.check_neuron(None, {}, 1)}
+    assert found["driver"] == Check("driver", "ok", "neuron 2.24.7.0")
+    assert found["runtime"] == Check("runtime", "ok", str(tmp_path / "libnrt.so.1"))
+
+
 def fake_tool(monkeypatch, directory, name, text, code=0):
     (directory / name).write_text(f"#!/bin/sh\ncat <<'E'\n{text}\nE\nexit {code}\n")
     (directory / name).chmod(0o755)

@@ -36,7 +36,8 @@ LIBRARIES = {
     "port": ("torch", "torch-xla", "safetensors", "h5py"),
     "neuron": ("torch-neuronx", "libneuronxla", "neuronx-cc"),
 }
-NEURON_TOOLS = "/opt/aws/neuron/bin"
+NEURON_TOOLS, NEURON_LIBRARIES = "/opt/aws/neuron/bin", "/opt/aws/neuron/lib"
+NEURON_DRIVER = Path("/sys/module/neuron/version")
 COMPILE_CACHE = "/var/tmp/neuron-compile-cache"
 """Where Neuron's compiler keeps what it compiled unless it is told otherwise."""
 
@@ -227,17 +228,31 @@ def _mib(text: str) -> int:
 
 
 def check_neuron(prediction: Mapping[str, Any] | None, environment: Mapping[str, str], ranks: int) -> Iterator[Check]:
-    """Neuron's devices and cores, of which each rank takes one, its runtime, and where it keeps what it compiled."""
+    """Neuron's driver, devices and cores, of which each rank takes one, its runtime, and where it keeps what it compiled."""
+    yield check_driver()
     code, output = _run(shutil.which("neuron-ls") or f"{NEURON_TOOLS}/neuron-ls", "--json-output", "--show-all-procs")
     yield from check_neuron_ls(code, output, prediction, environment, ranks)
-    runtime = ctypes.util.find_library("nrt") or next(Path("/opt/aws/neuron/lib").glob("libnrt.so*"), None)
-    if runtime:
-        yield Check("runtime", OK, f"{runtime}")
-    else:
-        yield Check(
-            "runtime", FAIL, "libnrt is not here", "Install aws-neuronx-runtime-lib, or run in the port container."
-        )
+    yield check_runtime()
     yield check_compile_cache(environment)
+
+
+def check_driver() -> Check:
+    """The version of Neuron's kernel module, where the runtime reads it, too."""
+    try:
+        return Check("driver", OK, f"neuron {NEURON_DRIVER.read_text(encoding='ascii').strip()}")
+    except OSError:
+        remedy = "Install aws-neuronx-dkms for this kernel, and load it: modprobe neuron."
+        return Check("driver", WARN, f"{NEURON_DRIVER} is not there: the driver is not loaded", remedy)
+
+
+def check_runtime() -> Check:
+    """Whether Neuron's runtime library is there."""
+    runtime = ctypes.util.find_library("nrt") or next(Path(NEURON_LIBRARIES).glob("libnrt.so*"), None)
+    if runtime:
+        return Check("runtime", OK, f"{runtime}")
+    return Check(
+        "runtime", FAIL, "libnrt is not here", "Install aws-neuronx-runtime-lib, or run in the port container."
+    )
 
 
 def check_neuron_ls(
