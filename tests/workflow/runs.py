@@ -62,6 +62,16 @@ class Workflow:
         started = sum(line.startswith("Finished jobid:") for line in process.stdout.splitlines())
         return Run(made, started, process.stdout, process.returncode)
 
+    def start(self, command: list[str] | None = None, **options) -> subprocess.Popen:
+        """Snakemake beside the test, which waits for something before it reads what is `printed`: a pipe would be full by
+        then, and snakemake wait for its reader.
+        """
+        with open(self.directory / "printed.txt", "w") as file:
+            return subprocess.Popen(command or self.command(), **self.options() | {"stdout": file} | options)
+
+    def printed(self) -> str:
+        return (self.directory / "printed.txt").read_text()
+
     def command(self, *arguments: str, target: str = "results/report.html") -> list[str]:
         return [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, "--", *target.split()]
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 
 import pytest
 from runs import at_work, change_tensor, dense_and_moe
@@ -81,10 +80,9 @@ def test_a_stage_is_a_target(workflow):
 def test_a_killed_job_loses_the_stage_that_it_was_at(workflow):
     for folder in ("port", "records/port"):
         shutil.rmtree(workflow.results / folder)
-    process = subprocess.Popen(workflow.command(), **workflow.options())
+    process = workflow.start()
     at_work(process, "in-turn", workflow.results / "logs/port/layer_001.log").kill()
-    text, _ = process.communicate()
-    assert process.returncode != 0, text
+    assert process.wait() != 0, workflow.printed()
     kept = {"port/embed.h5", "port/layer_000.h5"}
     before = {name: (workflow.results / name).stat().st_ino for name in kept}
     made = workflow.run().made
@@ -95,10 +93,9 @@ def test_a_killed_job_loses_the_stage_that_it_was_at(workflow):
 def test_a_job_that_is_killed_when_it_runs_again_is_not_taken_for_done(workflow):
     """Snakemake puts the outputs back that were there before, which were made from another golden."""
     change_tensor(workflow, "model.layers.1.self_attn.o_proj.weight", lambda tensor: 2 * tensor)
-    process = subprocess.Popen(workflow.command(), **workflow.options())
+    process = workflow.start()
     at_work(process, "layerproof port", workflow.results / "logs/port/layer_002.log").kill()
-    text, _ = process.communicate()
-    assert process.returncode != 0, text
+    assert process.wait() != 0, workflow.printed()
     assert {"port/layer_001.h5", "port/layer_002.h5"} <= workflow.run().made
     made = Record.read(workflow.results / "records/port/layer_002.json")
     assert made.inputs["results/golden/layer_001.h5"] == sha256(workflow.results / "golden/layer_001.h5")

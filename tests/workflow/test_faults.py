@@ -98,11 +98,10 @@ def gate(workflow):
 def test_killed_job_runs_again_to_the_same_result(workflow, verb, output, log):
     before = digests(workflow)
     (workflow.results / output).unlink()
-    process = subprocess.Popen(workflow.command(), **workflow.options())
+    process = workflow.start()
     words = f"layerproof {verb} results/{output.split('/layer_001')[0]}"
     at_work(process, words, workflow.results / f"logs/{log}.log").kill()
-    process.communicate()
-    assert process.returncode != 0
+    assert process.wait() != 0, workflow.printed()
     workflow.run()
     assert digests(workflow) == before
     assert not list(workflow.results.rglob("*.tmp"))
@@ -113,13 +112,12 @@ def test_a_job_whose_process_is_killed_says_so(workflow):
     """Not the one that snakemake started but the one that jobs share, as the kernel does that is out of memory."""
     before = digests(workflow)
     (workflow.results / "weights/layer_001.json").unlink()
-    process = subprocess.Popen(workflow.command(), **workflow.options())
+    process = workflow.start()
     log = workflow.results / "logs/weights.log"
     at_work(process, "layerproof weights", log)
     (worker,) = [one for one in psutil.process_iter() if printing_to(one, log)]
     worker.kill()
-    text, _ = process.communicate()
-    assert process.returncode != 0 and "killed by SIGKILL (out of memory, or killed by hand)" in text
+    assert process.wait() != 0 and "killed by SIGKILL (out of memory, or killed by hand)" in workflow.printed()
     workflow.run()
     assert digests(workflow) == before
 
@@ -133,13 +131,13 @@ def printing_to(process, log):
 def test_everything_killed_resumes_after_unlock(workflow):
     before = digests(workflow)
     (workflow.results / "port/layer_002.h5").unlink()
-    process = subprocess.Popen(workflow.command(), start_new_session=True, **workflow.options())
+    process = workflow.start(start_new_session=True)
     deadline = time.monotonic() + 120
     while not running(process, "layerproof port"):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.wait()
     assert workflow.run("--unlock").returncode == 0
     workflow.run()
     assert digests(workflow) == before

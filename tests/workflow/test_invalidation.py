@@ -6,7 +6,6 @@ and that return at once do not. The model has a dense layer 0 and two MoE layers
 
 import json
 import os
-import subprocess
 import tempfile
 import time
 import zipfile
@@ -261,13 +260,12 @@ def test_the_process_of_ports_is_made_ready_while_the_golden_runs(workflow):
         names = [str(path.relative_to(workflow.directory)) for path in forced]
         command = workflow.command("--forcerun", *names, target=names[-1])
         with tempfile.TemporaryDirectory() as folder:
-            options = workflow.options()
-            process = subprocess.Popen(command, **options | {"env": options["env"] | {"TMPDIR": folder}})
+            process = workflow.start(command, env=workflow.options()["env"] | {"TMPDIR": folder})
             while process.poll() is None:
                 for socket in Path(folder).glob("layerproof-*/port-*"):
                     seen[socket.name] = seen.get(socket.name) or golden.stat().st_ino
                 time.sleep(0.01)
-        assert process.returncode == 0, process.communicate()
+        assert process.returncode == 0, workflow.printed()
         assert list(seen.values()) == [before] * servers
         assert golden.stat().st_ino != before
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 
 import pytest
 from runs import Workflow
@@ -23,15 +22,18 @@ def test_the_default_run_survives_a_cancelled_job_and_a_lost_node(slurm, tmp_pat
     command = workflow.command(
         "--workflow-profile", "profiles/slurm", "--seconds-between-status-checks", "2", target="all"
     )
-    with subprocess.Popen([part for part in command if part not in ("--cores", "1")], **workflow.options()) as process:
+    process = workflow.start([part for part in command if part not in ("--cores", "1")])
+    try:
         cancelled = slurm.wait_for_job("rule_golden_")
         slurm.run("scancel", cancelled)
         lost = slurm.wait_for_job("rule_port_")
         slurm.kill_node()
         slurm.wait_for_node("down")
         slurm.start("slurmd", "-D")
-        text, _ = process.communicate()
-    assert process.returncode == 0, text
+        process.wait()
+    finally:
+        process.kill()
+    assert process.returncode == 0, workflow.printed()
     verdicts = json.loads((workflow.results / "verdicts.json").read_text())
     assert verdicts["overall"] == "pass" and len(verdicts["stages"]) == 9
     assert (workflow.results / "manifest.json").exists()
