@@ -51,8 +51,7 @@ class Sums(NamedTuple):
     channels: [4, features], tokens: [4, tokens]: sums of the squares of `metrics.error_squares`
     unit_channels: [features], unit_tokens: [tokens]: sums of the port's squared errors in units of the noise
     bins: int64 [5, PATTERN_BINS * LANES]: by SPREADS, counts over the top bits of fp32 patterns, in LANES beside each other
-    lowest: [5]: by SPREADS, the smallest number but 0: below it bins need not be looked at
-    spreads: [5, 3]: by SPREADS, how many are zero, their sum and the largest
+    spreads: [5, 4]: by SPREADS, how many are zero, their sum, the smallest but 0 and the largest
     moments: [6]: count, means of port and golden, and their centred second moments pp, pg, gg
     first: [2]: the first element of port and of golden; varied: int64 [2], how many differ from it
     totals: [3]: squares of the truth, squares of port - golden, elements that are close
@@ -66,7 +65,6 @@ class Sums(NamedTuple):
     unit_channels: np.ndarray
     unit_tokens: np.ndarray
     bins: np.ndarray
-    lowest: np.ndarray
     spreads: np.ndarray
     moments: np.ndarray
     first: np.ndarray
@@ -85,8 +83,7 @@ class Sums(NamedTuple):
             unit_channels=np.zeros(features),
             unit_tokens=np.zeros(tokens),
             bins=np.zeros((len(SPREADS), PATTERN_BINS * LANES), np.int64),
-            lowest=np.full(len(SPREADS), np.inf),
-            spreads=np.zeros((len(SPREADS), 3)),
+            spreads=np.tile([0.0, 0.0, np.inf, 0.0], (len(SPREADS), 1)),
             moments=np.zeros(6),
             first=np.zeros(2),
             varied=np.zeros(2, np.int64),
@@ -97,8 +94,8 @@ class Sums(NamedTuple):
     def spread(self, name: str) -> tuple[int, float, float, np.ndarray, np.ndarray]:
         """Of one of SPREADS how many are zero, their sum, the largest, the bins in use, 0 first, and their counts."""
         kind = SPREADS.index(name)
-        zeros, total, largest = self.spreads[kind].tolist()
-        bounds = np.minimum([self.lowest[kind], largest], FLOAT32_MAX).astype(np.float32).view(np.int32)
+        zeros, total, lowest, largest = self.spreads[kind].tolist()
+        bounds = np.minimum([lowest, largest], FLOAT32_MAX).astype(np.float32).view(np.int32)
         start, end = np.maximum(bounds >> PATTERN_SHIFT, [1, 0])
         bins = self.bins[kind].reshape(-1, LANES)
         counts = bins[start : end + 1].sum(axis=1)
@@ -145,7 +142,6 @@ def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_pattern
     squares, units = np.empty((4, features)), np.empty(features)
     errors = np.empty((len(SPREADS), features))
     single = np.empty(features, np.float32)
-    bounds = np.empty(2)
     all_finite = True
     whole = 0
     for row in range(rows):
@@ -172,10 +168,9 @@ def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_pattern
         if has_patterns:
             _set_steps(patterns[0][row], patterns[1][row], keep, errors[ULP])
         for kind in range(len(SPREADS) if has_patterns else ULP):
-            spread, bins, lowest = sums.spreads[kind], sums.bins[kind], sums.lowest[kind : kind + 1]
-            largest = _add_spread(spread, bins, lowest, constants, errors[kind], features - found, single, bounds)
-            if kind == PORT and largest > sums.worst[0]:
-                _set_worst(sums, number, p, g, x, keep, errors[PORT], largest)
+            _add_spread(sums.spreads[kind], sums.bins[kind], constants, errors[kind], features - found, single)
+        if sums.spreads[PORT, 3] > sums.worst[0]:
+            _set_worst(sums, number, p, g, x, keep, errors[PORT])
         _add_totals(sums, constants, g, x, errors[ABS], features - found)
         _add_moments(sums, p, g, keep, found)
     for c in range(features):
@@ -268,16 +263,13 @@ def _set_steps(port, golden, keep, steps):
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _add_spread(spread, bins, lowest, constants, values, left_out, single, bounds):
-    """Counts values by their fp32 patterns, for which they are rounded in `single`, and returns the largest. Of the zeros
-    `left_out` stand for elements that are not compared.
+def _add_spread(spread, bins, constants, values, left_out, single):
+    """Counts values by their fp32 patterns, for which they are rounded in `single`. Of the zeros `left_out` stand for
+    elements that are not compared.
     """
     patterns = single.view(np.uint32)
-    zeros, total = _look_through(values, bounds)
-    spread[0] += zeros - left_out
-    spread[1] += total
-    spread[2] = max(spread[2], bounds[1])
-    lowest[0] = min(lowest[0], bounds[0])
+    _look_through(values, spread)
+    spread[0] -= left_out
     for c in range(len(values)):
         single[c] = min(values[c], constants.largest)
     # Unsigned, or each would be looked at for being an index from the end.
@@ -288,25 +280,25 @@ def _add_spread(spread, bins, lowest, constants, values, left_out, single, bound
     for c in range(in_turn, len(values)):
         bins[(patterns[c] >> shift) * lanes] += 1
     bins[0] -= left_out
-    return bounds[1]
 
 
 @numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
-def _look_through(values, bounds):
-    """How many numbers are zero, and their sum; `bounds` become the smallest but 0 and the largest, infinite and 0 if there
-    are none. They are not negative, so they have the order of their bits, which a compiler can compare side by side.
+def _look_through(values, spread):
+    """Adds numbers that are not negative to `Sums.spreads` of one kind. They have the order of their bits, which a compiler
+    can compare side by side.
     """
-    patterns, bits = values.view(np.uint64), bounds.view(np.uint64)
+    patterns, bits = values.view(np.uint64), spread.view(np.uint64)
     zeros, total, lowest, largest = 0, 0.0, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(0)
     for c in range(len(values)):
         zeros += patterns[c] == 0
         total += values[c]
         lowest = min(lowest, patterns[c] - np.uint64(1))  # of 0 the largest that there is
         largest = max(largest, patterns[c])
-    bits[0], bits[1] = lowest + np.uint64(1), largest
-    if zeros == len(values):
-        bounds[0] = np.inf
-    return zeros, total
+    spread[0] += zeros
+    spread[1] += total
+    if zeros < len(values):
+        bits[2] = min(bits[2], lowest + np.uint64(1))
+    bits[3] = max(bits[3], largest)
 
 
 @numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
@@ -324,7 +316,8 @@ def _add_totals(sums, constants, g, x, differences, left_out):
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _set_worst(sums, number, p, g, x, keep, errors, largest):
+def _set_worst(sums, number, p, g, x, keep, errors):
+    largest = sums.spreads[PORT, 3]
     for c in range(len(errors)):
         if keep[c] and errors[c] == largest:
             sums.worst[0], sums.worst[1], sums.worst[2] = largest, number, c

@@ -29,8 +29,6 @@ from layerproof.files import read_json, size
 OK, WARN, FAIL = "ok", "warn", "fail"
 IMPORTS = 1 << 30
 """Bytes that a process takes for its imports, more than was measured (`make bench`)."""
-STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-"""By which accelerate spreads a model over all devices, the CPU among them."""
 LIBRARIES = {
     "golden": ("torch", "transformers", "safetensors", "h5py"),
     "port": ("torch", "torch-xla", "safetensors", "h5py"),
@@ -60,6 +58,10 @@ class Gpu:
     memory: int
     used: int
     driver: str
+
+    @property
+    def free(self) -> int:
+        return self.memory - self.used
 
 
 @dataclass(frozen=True)
@@ -140,13 +142,13 @@ def check_golden_device(golden: Mapping[str, Any], prediction: Mapping[str, Any]
     import torch
 
     key = "device_map" if golden["mode"] == "whole" else "device"
-    places = {_kind_of_device(place) for place in _places(golden[key])}
-    if places <= {"cpu", "disk"}:
+    places = _places(golden[key])
+    if set(places) <= {"cpu", "disk"}:
         yield Check("device", OK, f"the CPU, as golden.{key} says")
         return
     gpus, problem = _gpus()
     seen = torch.cuda.is_available()
-    if not seen and "cuda" in places:
+    if not seen and any(_gpu_number(place) is not None for place in places):
         found = f"nvidia-smi has {len(gpus)}, torch {torch.__version__} sees none" if gpus else problem
         yield Check("device", FAIL, f"no CUDA device: {found}", f"Run on a GPU host, or write golden.{key}: cpu.")
     elif not seen and gpus:
@@ -157,21 +159,18 @@ def check_golden_device(golden: Mapping[str, Any], prediction: Mapping[str, Any]
     elif not seen:
         yield Check("device", OK, "the CPU; there is no GPU")
     else:
-        names = (
-            ", ".join(f"{gpu.name} with {size(gpu.memory - gpu.used)} free" for gpu in gpus) or "one that torch sees"
-        )
+        names = ", ".join(f"{gpu.name} with {size(gpu.free)} free" for gpu in gpus) or "one that torch sees"
         yield Check("device", OK, f"{names}; driver {gpus[0].driver if gpus else 'unknown'}")
         if gpus and prediction:
             yield _fits_gpus(golden, gpus, prediction)
 
 
 def _fits_gpus(golden: Mapping[str, Any], gpus: Sequence[Gpu], prediction: Mapping[str, Any]) -> Check:
-    free = [gpu.memory - gpu.used for gpu in gpus]
     if golden["mode"] == "whole":
         needed, has, what = prediction["whole"], sum(_room(golden, gpus)), "the whole model"
         remedy = "Offload (golden.max_memory, golden.offload_folder), or write golden.mode: streamed."
     else:
-        needed, has, what = prediction["golden"], free[0], "the largest stage"
+        needed, has, what = prediction["golden"], gpus[0].free, "the largest stage"
         remedy = "End what else runs on the GPU, or give shorter prompts."
     text = f"{what} is foretold to take {size(needed)} of {size(has)}"
     return Check("device memory", OK if needed <= has else WARN, text, None if needed <= has else remedy)
@@ -182,27 +181,26 @@ def _places(device_map: str | Mapping[str, str | int]) -> list[str]:
     return [device_map] if isinstance(device_map, str) else [str(place) for place in device_map.values()]
 
 
-def _kind_of_device(place: str) -> str:
-    """`cuda` of cuda:1 and of 1; cpu, disk and strategies as they are."""
-    return "cuda" if place.isdigit() else place.partition(":")[0]
+def _gpu_number(place: str) -> int | None:
+    """1 of cuda:1 and of 1, 0 of cuda; None of what is no GPU, as cpu, disk and strategies."""
+    match = re.fullmatch(r"cuda|(?:cuda:)?(\d+)", place)
+    return int(match[1] or 0) if match else None
 
 
 def _room(golden: Mapping[str, Any], gpus: Sequence[Gpu]) -> list[int]:
     """Bytes that the whole model may take of each GPU: what is free, of those that device_map names or, if it is a strategy,
     of all within max_memory, which then names all that accelerate uses.
     """
-    places = {place.removeprefix("cuda:") for place in _places(golden["device_map"])}
-    free = [gpu.memory - gpu.used for gpu in gpus]
-    if not places <= set(STRATEGIES):
-        return [
-            has if str(index) in places or (index == 0 and "cuda" in places) else 0 for index, has in enumerate(free)
-        ]
-    limits = golden["max_memory"]
+    places, limits = _places(golden["device_map"]), golden["max_memory"]
+    named = {_gpu_number(place) for place in places} - {None}
+    if named or set(places) <= {"cpu", "disk"}:
+        return [gpu.free if number in named else 0 for number, gpu in enumerate(gpus)]
     if limits is None:
-        return free
+        return [gpu.free for gpu in gpus]
     from accelerate.utils import convert_file_size_to_int
 
-    return [min(has, convert_file_size_to_int(limits.get(str(index), "0GB"))) for index, has in enumerate(free)]
+    allowed = [convert_file_size_to_int(limits.get(str(number), "0GB")) for number in range(len(gpus))]
+    return [min(gpu.free, most) for gpu, most in zip(gpus, allowed, strict=True)]
 
 
 def _gpus() -> tuple[list[Gpu], str]:
