@@ -421,6 +421,19 @@ def test_nonfinite_elements_do_not_leak_into_the_metrics():
     assert set(holed["fixed"].values()) == {False}, "whoever computes them over all elements gets NaN"
 
 
+def test_an_element_that_is_left_out_of_a_token_leaves_the_others_as_they_are():
+    """Zeros among them, of which it is none: everything is as if its channel were not there."""
+    port, golden, truth = (float_values(of) for of in noisy(4, (1, 2, 9)))
+    port[0, :, 2] = golden[0, :, 2] = truth[0, :, 2]
+    without = compare(*(tensor(x[..., :8]) for x in (port, golden, truth)), valid=np.ones((1, 2), bool))
+    port[..., 8] = np.nan
+    holed = compare(*(tensor(x) for x in (port, golden, truth)), valid=np.ones((1, 2), bool))
+    assert without["histogram"]["exact"] == {"port": 2, "golden": 2}
+    for key in without.keys() - {"nonfinite", "fixed", "block_R"}:
+        same(holed[key], without[key])
+    assert holed["block_R"] == [*without["block_R"], None]
+
+
 def test_signalling_nan_is_counted_without_a_warning():
     snan = Tensor(np.full((1, 1, 2), 0x7F81, np.uint16), "bfloat16")
     with np.errstate(all="raise"):
