@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from layerproof import preflight
 from layerproof.errors import UserError
@@ -59,6 +60,8 @@ def test_nvidia_smi_is_read():
     assert preflight.parse_nvidia_smi("NVIDIA GB10, [N/A], [N/A], 580.95.05\n") == [
         Gpu("NVIDIA GB10", 0, 0, "580.95.05")
     ]
+    h200 = preflight.parse_nvidia_smi((FIXTURES / "nvidia-smi-h200-nvl.csv").read_text())
+    assert [(gpu.name, gpu.free >> 20) for gpu in h200] == [("NVIDIA H200 NVL", 55012), ("NVIDIA H200 NVL", 81964)]
     assert preflight.parse_nvidia_smi("No devices were found\n") == []
 
 
@@ -138,31 +141,50 @@ def fake_tool(monkeypatch, directory, name, text, code=0):
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
 
 
+def golden_device(golden, prediction=PREDICTION):
+    return list(preflight.check_golden_device(golden, prediction, *preflight._gpus()))
+
+
 def test_a_gpu_that_torch_does_not_see_is_warned_of_and_one_asked_for_fails(monkeypatch, tmp_path):
     fake_tool(monkeypatch, tmp_path, "nvidia-smi", "NVIDIA H100 80GB HBM3, 81559, 4, 550.90.07")
-    (check,) = preflight.check_golden_device(GOLDEN, PREDICTION)
+    (check,) = golden_device(GOLDEN)
     assert check.status == "warn" and "NVIDIA H100 80GB HBM3 is here, but torch" in check.text
-    (check,) = preflight.check_golden_device(GOLDEN | {"device": "cuda"}, PREDICTION)
+    (check,) = golden_device(GOLDEN | {"device": "cuda"})
     assert check.status == "fail" and "nvidia-smi has 1" in check.text
-    (check,) = preflight.check_golden_device(GOLDEN | {"device": "cpu"}, PREDICTION)
+    (check,) = golden_device(GOLDEN | {"device": "cpu"})
     assert check.status == "ok"
 
 
 def test_a_driver_that_does_not_answer_is_quoted(monkeypatch, tmp_path):
     said = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
     fake_tool(monkeypatch, tmp_path, "nvidia-smi", said, code=9)
-    (check,) = preflight.check_golden_device(GOLDEN | {"device": "cuda"}, PREDICTION)
+    (check,) = golden_device(GOLDEN | {"device": "cuda"})
     assert check.text == f"no CUDA device: {said}"
 
 
 def test_gpu_memory_is_held_against_what_is_foretold(monkeypatch, tmp_path):
     fake_tool(monkeypatch, tmp_path, "nvidia-smi", "\n".join(["NVIDIA H100 80GB HBM3, 81559, 76000, 550.90.07"] * 8))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    checks = list(preflight.check_golden_device(GOLDEN, PREDICTION))
+    checks = golden_device(GOLDEN)
     assert statuses(checks) == {"device": "ok", "device memory": "warn"}
-    checks = list(preflight.check_golden_device(WHOLE, PREDICTION | {"whole": 40 * GIB}))
+    checks = golden_device(WHOLE, PREDICTION | {"whole": 40 * GIB})
     assert statuses(checks) == {"device": "ok", "device memory": "ok"}
     assert checks[1].text.startswith("the whole model is foretold to take 42.9 GB of 46.6 GB")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload_folder": "left"},
+        {"max_memory": {"0": "10GiB", "cpu": "500GiB"}},
+        {"device_map": {"model": 0, "lm_head": "cpu"}},
+    ],
+)
+def test_what_the_config_leaves_to_the_host_need_not_fit_on_gpus(settings, monkeypatch, tmp_path):
+    fake_tool(monkeypatch, tmp_path, "nvidia-smi", "NVIDIA H100 80GB HBM3, 81559, 4, 550.90.07")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for golden, status in ((WHOLE, "warn"), (WHOLE | {"max_memory": {"0": "10GiB"}}, "warn"), (WHOLE | settings, "ok")):
+        assert statuses(golden_device(golden)) == {"device": "ok", "device memory": status}
 
 
 @pytest.mark.parametrize(
@@ -176,20 +198,21 @@ def test_gpu_memory_is_held_against_what_is_foretold(monkeypatch, tmp_path):
         ({"device_map": "cpu"}, 0),
     ],
 )
-def test_the_host_has_what_gpus_have_no_room_for_of_the_whole_model(settings, on_gpus, monkeypatch, tmp_path):
-    fake_tool(monkeypatch, tmp_path, "nvidia-smi", "\n".join(["NVIDIA H100 80GB HBM3, 40960, 0, 550.90.07"] * 8))
+def test_the_host_has_what_gpus_have_no_room_for_of_the_whole_model(settings, on_gpus, monkeypatch):
+    gpus = [Gpu("NVIDIA H100 80GB HBM3", 40 * GIB, 0, "550.90.07")] * 8
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     golden = WHOLE | settings
     left = (430 - on_gpus) * GIB + preflight.IMPORTS
-    assert preflight.check_whole_memory(golden, PREDICTION, left).status == "ok"
-    check = preflight.check_whole_memory(golden, PREDICTION, left - 1)
+    assert preflight.check_whole_memory(golden, PREDICTION, left, gpus).status == "ok"
+    check = preflight.check_whole_memory(golden, PREDICTION, left - 1, gpus)
     assert (check.status, check.remedy) == (
         "warn",
         "Give golden.offload_folder a folder, or write golden.mode: streamed.",
     )
-    assert preflight.check_whole_memory(golden | {"offload_folder": "left"}, PREDICTION, left - 1).status == "ok"
+    offloaded = golden | {"offload_folder": "left"}
+    assert preflight.check_whole_memory(offloaded, PREDICTION, left - 1, gpus).status == "ok"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert preflight.check_whole_memory(golden, PREDICTION, 430 * GIB).status == "warn", "torch sees no GPU"
+    assert preflight.check_whole_memory(golden, PREDICTION, 430 * GIB, gpus).status == "warn", "torch sees no GPU"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +227,7 @@ def test_the_host_has_what_gpus_have_no_room_for_of_the_whole_model(settings, on
 def test_devices_of_the_whole_model_are_those_of_its_map(device_map, status, monkeypatch, tmp_path):
     """Not golden.device, which is of a streamed one."""
     fake_tool(monkeypatch, tmp_path, "nvidia-smi", "No devices were found", code=6)
-    (check,) = preflight.check_golden_device(WHOLE | {"device_map": device_map}, PREDICTION)
+    (check,) = golden_device(WHOLE | {"device_map": device_map})
     assert check.status == status
     if status == "fail":
         assert check.remedy == "Run on a GPU host, or write golden.device_map: cpu."
@@ -219,14 +242,49 @@ def test_the_whole_model_on_this_host(tmp_path):
         assert statuses(checks)["memory"] == status
 
 
+def needs_nothing(name):
+    return []
+
+
 def test_libraries():
-    (check,) = preflight.check_libraries("port", True, {"torch": "2.9.1", "torch-xla": "2.9.0"}.get)
+    (check,) = preflight.check_libraries("port", True, {"torch": "2.9.1", "torch-xla": "2.9.0"}.get, needs_nothing)
     assert check.status == "fail"
     assert check.text.startswith(
         "safetensors, h5py, torch-neuronx, libneuronxla, neuronx-cc not installed here; torch 2.9.1"
     )
-    (check,) = preflight.check_libraries("golden", False, lambda name: "1.0")
-    assert check == Check("libraries", "ok", "torch 1.0, transformers 1.0, safetensors 1.0, h5py 1.0")
+    (check,) = preflight.check_libraries("golden", False, lambda name: "1.0", needs_nothing)
+    assert check == Check("libraries", "ok", "torch 1.0, transformers 1.0, accelerate 1.0, safetensors 1.0, h5py 1.0")
+
+
+def test_versions_that_do_not_belong_together_are_told():
+    """As packages themselves say; torch-xla says nothing, and aborts with the torch of another release."""
+    installed = dict.fromkeys(preflight.LIBRARIES["port"], "1.0") | {
+        "torch": "2.8.0+cpu",
+        "torch-neuronx": "2.8.0.2.10",
+    }
+    installed |= {"torch-xla": "2.8.1", "libneuronxla": "2.2", "neuronx-cc": "2.20.9961.0+0acef03a"}
+    needs = {"torch-neuronx": [Requirement("torch==2.8.*"), Requirement("torch-xla==2.8.1"), Requirement("absent>1")]}
+
+    def versions(**other):
+        there = installed | {name.replace("_", "-"): version for name, version in other.items()}
+        checks = preflight.check_libraries("port", True, there.get, lambda name: needs.get(name, []))
+        return [check for check in checks if check.name == "versions"]
+
+    assert versions() == []
+    (check,) = versions(torch="2.9.1")
+    assert (check.status, check.text) == (
+        "warn",
+        "torch-neuronx 2.8.0.2.10 needs torch==2.8.*, and 2.9.1 is installed; "
+        "torch-xla 2.8.1 was built for another torch than 2.9.1",
+    )
+
+
+def test_what_is_installed_here_belongs_together():
+    needed = {one.name: one.specifier for one in preflight._required("transformers")}
+    assert needed["torch"] and "tokenizers" in needed, "torch is an extra of transformers"
+    for side in ("golden", "port"):
+        checks = list(preflight.check_libraries(side, False, preflight._installed, preflight._required))
+        assert statuses(checks) == {"libraries": "ok"}
 
 
 def test_nxd_inference():

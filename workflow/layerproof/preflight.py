@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from layerproof import checkpoint
 from layerproof.errors import StageError, UserError
@@ -30,7 +32,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 IMPORTS = 1 << 30
 """Bytes that a process takes for its imports, more than was measured (`make bench`)."""
 LIBRARIES = {
-    "golden": ("torch", "transformers", "safetensors", "h5py"),
+    "golden": ("torch", "transformers", "accelerate", "safetensors", "h5py"),
     "port": ("torch", "torch-xla", "safetensors", "h5py"),
     "neuron": ("torch-neuronx", "libneuronxla", "neuronx-cc"),
 }
@@ -82,31 +84,48 @@ def check_side(
     `config` is resolved, `directory` the checkpoint; without the content of results/prediction.json nothing is said of
     whether memory and disk suffice.
     """
-    on_neuron = _hardware(side, config) == "NEURON" or (side == "port" and config["port"]["compile"] == "neuron")
+    check_host = check_golden_host if side == "golden" else check_port_host
     return [
-        *check_libraries(side, on_neuron, _installed),
-        *(check_nxdi(find_spec) if side == "port" and config["port"]["backend"] == "nxdi" else []),
-        *(check_golden_device(config["golden"], prediction) if side == "golden" else []),
-        *(check_neuron(prediction, os.environ, config["parallel"]["tp"]) if on_neuron else []),
-        (
-            check_whole_memory(config["golden"], prediction, _available_memory())
-            if side == "golden" and config["golden"]["mode"] == "whole"
-            else check_memory(side, prediction, _available_memory())
-        ),
+        *check_host(config, prediction, _available_memory()),
         check_disk(results, prediction, shutil.disk_usage(_existing(results)).free),
         check_checkpoint(directory),
     ]
 
 
-def _hardware(side: str, config: Mapping[str, Any]) -> str:
-    if side == "golden":
-        return "host"
-    asked = config["port"]["device"]
-    return os.environ.get("PJRT_DEVICE", "CPU") if asked == "auto" else asked
+def check_golden_host(
+    config: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int
+) -> Iterator[Check]:
+    """Libraries, GPU and host memory, of which `available` bytes are free."""
+    golden = config["golden"]
+    yield from check_libraries("golden", False, _installed, _required)
+    gpus, problem = _gpus()
+    yield from check_golden_device(golden, prediction, gpus, problem)
+    if golden["mode"] == "whole":
+        yield check_whole_memory(golden, prediction, available, gpus)
+    else:
+        yield check_memory("golden", prediction, available)
 
 
-def check_libraries(side: str, on_neuron: bool, installed: Any) -> Iterator[Check]:
-    """Versions of what the side imports; `installed` gives a package's version or None."""
+def check_port_host(config: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int) -> Iterator[Check]:
+    """Libraries, Neuron where the port runs on it, and host memory, of which `available` bytes are free."""
+    port = config["port"]
+    device = os.environ.get("PJRT_DEVICE", "CPU") if port["device"] == "auto" else port["device"]
+    on_neuron = device == "NEURON" or port["compile"] == "neuron"
+    yield from check_libraries("port", on_neuron, _installed, _required)
+    if port["backend"] == "nxdi":
+        yield from check_nxdi(find_spec)
+    if on_neuron:
+        yield from check_neuron(prediction, os.environ, config["parallel"]["tp"])
+    yield check_memory("port", prediction, available)
+
+
+def check_libraries(
+    side: str, on_neuron: bool, installed: Callable[[str], str | None], required: Callable[[str], Iterable[Requirement]]
+) -> Iterator[Check]:
+    """Versions of what the side imports, and whether they are those that the packages themselves ask for.
+
+    Of a package `installed` gives the version, None if it is not there, and `required` what it needs.
+    """
     names = [*LIBRARIES[side], *(LIBRARIES["neuron"] if on_neuron else ())]
     versions = {name: installed(name) for name in names}
     missing = [name for name, version in versions.items() if version is None]
@@ -116,6 +135,18 @@ def check_libraries(side: str, on_neuron: bool, installed: Any) -> Iterator[Chec
         yield Check("libraries", FAIL, f"{', '.join(missing)} not installed here; {found or 'nothing else'} is", remedy)
     else:
         yield Check("libraries", OK, found)
+    unfit = [
+        f"{name} {versions[name]} needs {one.name}{one.specifier}, and {there} is installed"
+        for name in names
+        if name not in missing
+        for one in required(name)
+        if (there := installed(one.name)) is not None and not one.specifier.contains(there, prereleases=True)
+    ]
+    torch, xla = versions.get("torch"), versions.get("torch-xla")
+    if torch and xla and Version(torch).release[:2] != Version(xla).release[:2]:  # which torch-xla does not ask for
+        unfit.append(f"torch-xla {xla} was built for another torch than {torch}")
+    if unfit:
+        yield Check("versions", WARN, "; ".join(unfit), "Install versions that belong together: make setup.")
 
 
 def check_nxdi(find: Any) -> Iterator[Check]:
@@ -137,8 +168,16 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def check_golden_device(golden: Mapping[str, Any], prediction: Mapping[str, Any] | None) -> Iterator[Check]:
-    """The GPU of the golden, where one is asked for or there."""
+def _required(name: str) -> list[Requirement]:
+    """What an installed package needs here, with torch where it can do without."""
+    asked = map(Requirement, metadata.requires(name) or ())
+    return [one for one in asked if one.marker is None or one.marker.evaluate({"extra": "torch"})]
+
+
+def check_golden_device(
+    golden: Mapping[str, Any], prediction: Mapping[str, Any] | None, gpus: Sequence[Gpu], problem: str
+) -> Iterator[Check]:
+    """The GPU of the golden, where one is asked for or there; `problem` says why nvidia-smi names none."""
     import torch
 
     key = "device_map" if golden["mode"] == "whole" else "device"
@@ -146,7 +185,6 @@ def check_golden_device(golden: Mapping[str, Any], prediction: Mapping[str, Any]
     if set(places) <= {"cpu", "disk"}:
         yield Check("device", OK, f"the CPU, as golden.{key} says")
         return
-    gpus, problem = _gpus()
     seen = torch.cuda.is_available()
     if not seen and any(_gpu_number(place) is not None for place in places):
         found = f"nvidia-smi has {len(gpus)}, torch {torch.__version__} sees none" if gpus else problem
@@ -168,12 +206,20 @@ def check_golden_device(golden: Mapping[str, Any], prediction: Mapping[str, Any]
 def _fits_gpus(golden: Mapping[str, Any], gpus: Sequence[Gpu], prediction: Mapping[str, Any]) -> Check:
     if golden["mode"] == "whole":
         needed, has, what = prediction["whole"], sum(_room(golden, gpus)), "the whole model"
+        if needed > has and _leaves_some_to_the_host(golden):
+            return Check("device memory", OK, f"{size(has)}; the rest of {size(needed)} is left to the host")
         remedy = "Offload (golden.max_memory, golden.offload_folder), or write golden.mode: streamed."
     else:
         needed, has, what = prediction["golden"], gpus[0].free, "the largest stage"
         remedy = "End what else runs on the GPU, or give shorter prompts."
     text = f"{what} is foretold to take {size(needed)} of {size(has)}"
     return Check("device memory", OK if needed <= has else WARN, text, None if needed <= has else remedy)
+
+
+def _leaves_some_to_the_host(golden: Mapping[str, Any]) -> bool:
+    """Whether the config says so: what accelerate does of its own accord is slow, and worth a warning."""
+    limits = golden["max_memory"] or {}
+    return bool(golden["offload_folder"] or "cpu" in limits or {"cpu", "disk"} & set(_places(golden["device_map"])))
 
 
 def _places(device_map: str | Mapping[str, str | int]) -> list[str]:
@@ -358,14 +404,16 @@ def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int
     return Check("memory", OK if needed <= available else WARN, text, None if needed <= available else remedy)
 
 
-def check_whole_memory(golden: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int) -> Check:
+def check_whole_memory(
+    golden: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int, gpus: Sequence[Gpu]
+) -> Check:
     """Host memory against what GPUs have no room for of the whole model; with golden.offload_folder the rest goes there."""
     import torch
 
     if not prediction:
         return Check("memory", OK, f"{size(available)} available")
-    gpus = _gpus()[0] if torch.cuda.is_available() else []
-    needed = max(0, prediction["whole"] - sum(_room(golden, gpus))) + IMPORTS
+    on_gpus = sum(_room(golden, gpus)) if torch.cuda.is_available() else 0
+    needed = max(0, prediction["whole"] - on_gpus) + IMPORTS
     text = f"the whole model is foretold to take {size(needed)} of {size(available)} available on the host"
     if needed <= available:
         return Check("memory", OK, text)
