@@ -50,6 +50,17 @@ def test_the_report_says_so(workflow):
         assert stage in html
 
 
+def test_a_model_in_fp8_passes(tmp_path):
+    """As MiniMax-M2 was released: matrices in e4m3 with the scale of each block, which both sides dequantise on the CPU."""
+    workflow = Workflow(tmp_path, model={"form": "fp8"}, layers="0-1", chains=[])
+    workflow.run()
+    assert json.loads((workflow.results / "verdicts.json").read_text())["overall"] == "pass"
+    layer = json.loads((workflow.results / "audit.json").read_text())["stages"]["layer_001"]
+    assert layer["disk"].keys() == {"F8_E4M3", "BF16", "F32"} and layer["findings"] == []
+    assert layer["golden"]["bfloat16"] > 2 * layer["disk"]["F8_E4M3"] * 0.99
+    assert layer["port"]["bfloat16"] > 2 * layer["disk"]["F8_E4M3"] * 0.99
+
+
 def test_archive_verifies_and_shows_what_was_changed(workflow):
     assert layerproof(workflow, "verify").returncode == 0
     workflow.run(target="results/archive/proof.zip")

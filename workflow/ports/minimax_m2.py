@@ -137,7 +137,7 @@ class MoE(nn.Module):
 
     def route(self, x: torch.Tensor) -> torch.Tensor:
         """Weight of every expert for every token, [batch, seq, experts] in fp32, zero where it is not chosen."""
-        logits = tap("router.logits", F.linear(x, self.router))
+        logits = tap("router.logits", F.linear(x.to(self.router.dtype), self.router))
         scores = tap("router.scores", logits.float().sigmoid())
         selection = tap("router.selection", scores + self.router_bias)
         choice = torch.topk(selection, self.top_k, dim=-1).indices
@@ -213,7 +213,6 @@ LAYER_NAMES = {
     "self_attn.q_norm.weight": "attention.q_norm.weight",
     "self_attn.k_norm.weight": "attention.k_norm.weight",
     "post_attention_layernorm.weight": "post_attention_norm.weight",
-    "block_sparse_moe.gate.weight": "moe.router",
 }
 EXPERT_NAMES = {"moe.gate": "w1", "moe.up": "w3", "moe.down": "w2"}
 
@@ -228,6 +227,9 @@ def convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple
     moe = prefix + "block_sparse_moe."
     for source, name in LAYER_NAMES.items():
         yield name, dequantized(weights, prefix + source, stage.dtype)
+    # The release has its router in fp32. Transformers casts it, but leaves it as it is where it dequantises a checkpoint.
+    router = weights[moe + "gate.weight"]
+    yield "moe.router", router if "quantization_config" in stage.config else router.to(stage.dtype)
     yield "moe.router_bias", weights[moe + "e_score_correction_bias"].float()
     experts = stage.config["num_local_experts"]
     for name, matrix in EXPERT_NAMES.items():
