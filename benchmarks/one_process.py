@@ -62,10 +62,10 @@ def main(directory: Path) -> None:
     files["plots"] |= {name: results / f"plots/{name}.svg" for name in ("map", "depth")}
     plots.plot_map(comparisons, files["plots"]["map"])
     plots.plot_depth(comparisons, [], files["plots"]["depth"])
-    audited = audit.audit(descriptions, files["golden"], files["port"], settings["port"]["dtype"])
+    audited = audit.audit(descriptions, files["golden"], files["port"], foretold, settings["port"]["dtype"])
     diagnoses = [verdicts.undiagnosed(stage) for stage in stages]
     verdict = verdicts.collect(comparisons, [], diagnoses)
-    shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, foretold, [], [])
+    shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, [], [])
     write_text(results / "report.html", report.render(TEMPLATE, *shown, {"config": settings}))
 
 

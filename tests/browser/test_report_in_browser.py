@@ -49,7 +49,7 @@ def written(request, tmp_path_factory):
     diagnoses = [reports.diagnosis("layer_000", ("router.scores", "a softmax"), ("out", None))]
     diagnoses = diagnoses if request.param == "bad" else []
     verdicts = reports.collect(comparisons, chains, diagnoses)
-    books = reports.audit(comparisons), reports.prediction(comparisons), [], reports.preflights()
+    books = reports.audit(comparisons), [], reports.preflights()
     page = directory / "report.html"
     page.write_text(
         report.render(

@@ -57,7 +57,13 @@ def findings_in(run, directory, source, notes=False, **settings):
     runner = port.Runner.start(run / "model", TOKENS, settings)
     port.make_stage(runner, STAGE, descriptions[STAGE], fed, directory / "port.h5")
     files = {STAGE: run / f"{STAGE}.h5"}, {STAGE: directory / "port.h5"}
-    entry = audit.audit(descriptions, *files, settings["dtype"])["stages"][STAGE]
+    jobs = {"golden": 2_000, "port": 1_000}
+    totals = {"whole": 9_000, "files": 300, "kept": 30, "machines": []}
+    foretold = {"stages": {STAGE: jobs | {"files": 300}}, **jobs, **totals}
+    audited = audit.audit(descriptions, *files, foretold, settings["dtype"])
+    entry = audited["stages"][STAGE]
+    assert entry["foretold"] == jobs and audited["run"] == jobs | totals
+    assert entry["files"] == sum(path.stat().st_size for side in files for path in side.values())
     assert entry["golden"].keys() <= {"bfloat16", "float32"} and entry["port"]
     return [(finding["kind"], finding["text"]) for finding in entry["findings"] if notes or not finding["note"]]
 

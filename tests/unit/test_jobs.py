@@ -265,8 +265,8 @@ def test_job_killed_between_work_and_record_runs_again(job, tmp_path):
         ("compare", ("golden", "noise", "port", "tokens")),
         ("plot-stage", ("comparisons",)),
         ("predict", ("weights", "tokens", "config")),
-        ("audit", ("weights", "golden", "port")),
-        ("report", ("template", "verdicts", "unused", "audit", "prediction", "comparisons")),
+        ("audit", ("weights", "golden", "port", "prediction")),
+        ("report", ("template", "verdicts", "unused", "audit", "comparisons")),
     ],
 )
 def test_current_job_imports_nothing_heavy(tmp_path, verb, files):

@@ -28,10 +28,7 @@ def not_looked_at(comparisons, chains):
 def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings=(), trimmed=(), **config):
     verdicts = reports.collect(comparisons, chains, diagnoses)
     settings = reports.CONFIG | config
-    books = (
-        *(reports.audit(comparisons, *findings), reports.prediction(comparisons)),
-        *([{"files": files} for files in trimmed], reports.preflights()),
-    )
+    books = reports.audit(comparisons, *findings), [{"files": files} for files in trimmed], reports.preflights()
     return report.render(
         TEMPLATE, verdicts, comparisons, chains, diagnoses, plots or {}, unused, *books, {"config": settings}
     )

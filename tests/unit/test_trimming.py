@@ -55,9 +55,11 @@ def test_outputs_statistics_and_documents_stay(whole):
 def test_a_trimmed_file_stands_for_the_whole_one(whole):
     digest, status = sha256(whole), whole.stat()
     assert trimming.read(whole) is None and trimming.digest(whole) == digest
+    assert trimming.whole_bytes(whole) == status.st_size
     trimmed = trimming.trim(whole)
     assert trimming.read(whole) == trimmed and (trimmed.whole, trimmed.whole_bytes) == (digest, status.st_size)
     assert trimming.digest(whole) == digest and sha256(whole) != digest
+    assert trimming.whole_bytes(whole) == status.st_size != whole.stat().st_size
     assert whole.stat().st_mtime_ns == status.st_mtime_ns, "or Snakemake runs what depends on it"
     assert trimmed.is_undamaged()
     content = whole.read_bytes()

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from layerproof import tensors
+from layerproof import tensors, trimming
 from layerproof.checkpoint import bytes_on_disk, itemsize, torch_name
 from layerproof.errors import StageError
 from layerproof.files import size
@@ -53,19 +53,24 @@ def audit(
     descriptions: Mapping[str, Description],
     golden_files: Mapping[str, Path],
     port_files: Mapping[str, Path],
+    prediction: Mapping[str, Any],
     port_dtype: str,
 ) -> dict[str, Any]:
-    """The content of results/audit.json: `audit_stage` of every stage, all mappings being by stage."""
+    """The content of results/audit.json: `audit_stage` of every stage, with the memory of its jobs that the `prediction`
+    has, and what that says of the `run`. The other mappings are by stage.
+    """
     stages = {
         stage: audit_stage(description, golden_files[stage], port_files[stage], port_dtype)
+        | {"foretold": {side: prediction["stages"][stage][side] for side in ("golden", "port")}}
         for stage, description in descriptions.items()
     }
-    return {"schema_version": SCHEMA_VERSION, "stages": stages}
+    run = {key: prediction[key] for key in ("golden", "port", "whole", "files", "kept", "machines")}
+    return {"schema_version": SCHEMA_VERSION, "stages": stages, "run": run}
 
 
 def audit_stage(description: Description, golden_file: Path, port_file: Path, port_dtype: str) -> dict[str, Any]:
-    """Bytes by dtype on `disk`, in the `golden` and in the `port`, and `findings`, each a `text` with its `kind` and whether
-    it is a mere `note`.
+    """Bytes by dtype on `disk`, in the `golden` and in the `port`, those of both `files` with all taps, and `findings`, each
+    a `text` with its `kind` and whether it is a mere `note`.
 
     `description` is results/weights/STAGE.json, `port_dtype` as in the config. `golden` and `port` are None where that side
     did not run.
@@ -73,7 +78,8 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
     on_disk: dict[str, int] = {}
     for entry in description.get("tensors", {}).values():
         on_disk[entry["dtype"]] = on_disk.get(entry["dtype"], 0) + bytes_on_disk(entry)
-    result: dict[str, Any] = {"disk": on_disk, "golden": None, "port": None, "findings": []}
+    files = sum(trimming.whole_bytes(path) for path in (golden_file, port_file))
+    result: dict[str, Any] = {"disk": on_disk, "golden": None, "port": None, "files": files, "findings": []}
     try:
         golden = tensors.read_document(golden_file, tensors.HELD)
         result["golden"] = _by_dtype((held["dtype"], bytes_on_disk(held)) for held in golden.values())

@@ -436,13 +436,13 @@ def make_audit(args: argparse.Namespace) -> None:
 
         golden, port = ({path.stem: path for path in paths} for paths in (args.golden, args.port))
         descriptions = {path.stem: read_json(path) for path in args.weights}
-        content = audit.audit(descriptions, golden, port, args.spec["port_dtype"])
+        content = audit.audit(descriptions, golden, port, read_json(args.prediction), args.spec["port_dtype"])
         for stage, entry in content["stages"].items():
             for finding in entry["findings"]:
                 print(f"{stage}: {finding['text']}")
         write_json(output, content)
 
-    jobs.run(_job(args, [*args.weights, *args.golden, *args.port]), work)
+    jobs.run(_job(args, [*args.weights, *args.golden, *args.port, args.prediction]), work)
 
 
 def make_trimmed(args: argparse.Namespace) -> None:
@@ -517,7 +517,6 @@ def make_report(args: argparse.Namespace) -> None:
             {path.stem: path for path in args.plots},
             read_json(args.unused),
             read_json(args.audit),
-            read_json(args.prediction),
             list(map(read_json, args.trimmed)),
             list(map(read_json, args.preflights)),
             args.spec,
@@ -525,7 +524,7 @@ def make_report(args: argparse.Namespace) -> None:
         write_text(output, html)
 
     # Not the records: they hold times, which are no reason to write the report again.
-    files = [args.template, args.verdicts, args.unused, args.audit, args.prediction]
+    files = [args.template, args.verdicts, args.unused, args.audit]
     jobs.run(
         _job(
             args,
@@ -696,7 +695,7 @@ def parser() -> argparse.ArgumentParser:
         "audit",
         make_audit,
         "Holds each stage's weights on disk, in the golden and in the port against each other.",
-        *("weights", "golden", "port"),
+        *("weights", "golden", "port", "prediction"),
     )
     job_verb(
         "trim",
@@ -719,7 +718,7 @@ def parser() -> argparse.ArgumentParser:
         "report",
         make_report,
         "Writes the report.",
-        *("template", "verdicts", "unused", "audit", "prediction"),
+        *("template", "verdicts", "unused", "audit"),
         *("trimmed", "preflights", "comparisons", "chains", "diagnoses", "plots", "records"),
     )
 

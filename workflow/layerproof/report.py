@@ -47,7 +47,6 @@ def render(
     plots: Mapping[str, Path],
     unused: Sequence[str],
     audit: Mapping[str, Any],
-    prediction: Mapping[str, Any],
     trimmed: Sequence[Mapping[str, Any]],
     preflights: Sequence[Mapping[str, Any]],
     spec: Mapping[str, Any],
@@ -56,7 +55,7 @@ def render(
 
     `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of
     results/verdicts.json, results/compare, results/compare/chain and results/diagnosis; `plots` are SVG files by stage,
-    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `audit`, `prediction`, `trimmed` and
+    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `audit`, `trimmed` and
     `preflights` (golden, port) are the contents of the files of that name; `spec` is the job's, with the resolved `config`.
     """
     environment = Environment(
@@ -83,7 +82,7 @@ def render(
         logits=_logits(comparisons, chains),
         stages=[_stage(one, by_stage.get(one["stage"]), chains, images, limit) for one in comparisons],
         chains=chains,
-        audit=report_audit.section(audit, prediction, trimmed),
+        audit=report_audit.section(audit, trimmed),
         limit=limit,
         config=as_yaml(config),
         preflights=preflights,

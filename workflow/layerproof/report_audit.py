@@ -1,4 +1,4 @@
-"""What the report says of weights and memory: results/audit.json and results/prediction.json in words."""
+"""What the report says of weights, memory and disk: results/audit.json in words."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -8,23 +8,22 @@ from layerproof.files import size
 from layerproof.stages import layer_of, ranges
 
 
-def section(
-    audit: Mapping[str, Any], prediction: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def section(audit: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The `rows` of the table of weights, `findings` and `notes` as sentences, and what the run takes, with `machines`."""
+    run = audit["run"]
     return {
-        "rows": _rows(audit["stages"], prediction["stages"]),
+        "rows": _rows(audit["stages"]),
         "findings": _sentences(audit["stages"], notes=False),
         "notes": _sentences(audit["stages"], notes=True),
         "run": {
-            "Golden, largest stage": size(prediction["golden"]),
-            "Golden, whole model in one process": size(prediction["whole"]),
-            "Port, largest stage": size(prediction["port"]),
-            "Tensors of all stages in results/": size(prediction["files"]),
-            "Of these kept with compare.taps: auto, if all stages pass": size(prediction["kept"]),
+            "Golden, largest stage": size(run["golden"]),
+            "Golden, whole model in one process": size(run["whole"]),
+            "Port, largest stage": size(run["port"]),
+            "Tensors of all stages in results/": size(run["files"]),
+            "Of these kept with compare.taps: auto, if all stages pass": size(run["kept"]),
             **_dropped([one for stage in trimmed for one in stage["files"].values()]),
         },
-        "machines": prediction["machines"],
+        "machines": run["machines"],
     }
 
 
@@ -36,18 +35,18 @@ def _dropped(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
     return {"Dropped of stages that pass": f"{size(before - after)} of {size(before)}"}
 
 
-def _rows(audited: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[dict[str, str]]:
+def _rows(audited: Mapping[str, Any]) -> list[dict[str, str]]:
     """One row for stages that follow one another and have the same numbers."""
-    rows = {stage: _row(entry, predicted.get(stage)) for stage, entry in audited.items()}
+    rows = {stage: _row(entry) for stage, entry in audited.items()}
     groups = [list(group) for _, group in groupby(rows, key=lambda stage: rows[stage])]
     return [{"stages": ranges(group), **rows[group[0]]} for group in groups]
 
 
-def _row(audited: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> dict[str, str]:
+def _row(audited: Mapping[str, Any]) -> dict[str, str]:
     return {
         **{side: _by_dtype(audited[side]) for side in ("disk", "golden", "port")},
-        "golden_job": size(predicted["golden"]) if predicted else "–",
-        "port_job": size(predicted["port"]) if predicted else "–",
+        **{f"{side}_job": size(audited["foretold"][side]) for side in ("golden", "port")},
+        "files": size(audited["files"]),
     }
 
 

@@ -76,6 +76,17 @@ def trim(path: Path) -> Trimmed:
     return Trimmed(path, whole, status.st_size, own)
 
 
+def whole_bytes(path: Path) -> int:
+    """What a file takes with all its taps, also where it was trimmed.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        trimmed = _parsed(path, file.read(BLOCK_BYTES))
+        return os.fstat(file.fileno()).st_size if trimmed is None else trimmed.whole_bytes
+
+
 def require_whole(paths: Iterable[Path]) -> None:
     """For a job that reads all tensors. Which jobs will is foreseen when snakemake starts; should that have missed one, the
     next call makes the files again.

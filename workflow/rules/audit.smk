@@ -1,5 +1,5 @@
 # results/weights/, results/tokens.json -> results/prediction.json -> results/preflight/SIDE.json
-# results/weights/, results/golden/, results/port/ -> results/audit.json
+# results/weights/, results/golden/, results/port/, results/prediction.json -> results/audit.json
 
 
 rule predict:
@@ -64,6 +64,7 @@ rule audit:
         weights=expand("results/weights/{stage}.json", stage=STAGES),
         golden=expand("results/golden/{stage}.h5", stage=STAGES),
         port=expand("results/port/{stage}.h5", stage=STAGES),
+        prediction=rules.predict.output.prediction,
         stamp=lambda wildcards: stamp_file("results/audit.json", audit_spec(wildcards)),
     output:
         audit=update("results/audit.json"),
@@ -79,4 +80,5 @@ rule audit:
         stamp=lambda wildcards: stamp("audit", "results/audit.json"),
     shell:
         "python -m layerproof audit {output.audit:q} --weights {input.weights:q} --golden {input.golden:q} --port {input.port:q}"
+        " --prediction {input.prediction:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"

@@ -54,7 +54,6 @@ rule report:
         verdicts=rules.verdicts.output.verdicts,
         unused=rules.weights.output.unused,
         audit=rules.audit.output.audit,
-        prediction=rules.predict.output.prediction,
         trimmed=TRIMMED,
         preflights=expand("results/preflight/{side}.json", side=["golden", "port"]),
         comparisons=rules.verdicts.input.comparisons,
@@ -77,7 +76,7 @@ rule report:
         stamp=lambda wildcards: stamp("report", "results/report.html"),
     shell:
         "python -m layerproof report {output.html:q} --template {input.template:q}"
-        " --verdicts {input.verdicts:q} --unused {input.unused:q} --audit {input.audit:q} --prediction {input.prediction:q}"
+        " --verdicts {input.verdicts:q} --unused {input.unused:q} --audit {input.audit:q}"
         " --trimmed {input.trimmed:q} --preflights {input.preflights:q} --comparisons {input.comparisons:q}"
         " --chains {input.chains:q} --diagnoses {input.diagnoses:q} --plots {input.plots:q} --records {input.records:q}"
         " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
