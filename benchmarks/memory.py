@@ -53,11 +53,11 @@ IMPORTS = {
 }
 
 
-def make_checkpoint(directory: Path, form: str) -> int:
-    """Writes the model in `form`, bf16 or fp8; the layer's bytes in bf16."""
+def make_checkpoint(directory: Path, form: str, config: Mapping[str, Any] = CONFIG) -> int:
+    """Writes the model in `form`, bf16 or fp8; the layers' bytes in bf16."""
     directory.mkdir(parents=True)
-    write_json(directory / "config.json", CONFIG)
-    needed = dict(shapes(CONFIG))
+    write_json(directory / "config.json", config)
+    needed = dict(shapes(config))
     names = list(needed)
     experts = [name for name in names if ".experts." in name]
     parts = [[name for name in names if name not in experts]]

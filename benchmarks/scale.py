@@ -1,9 +1,9 @@
 """The whole MiniMax-M2 on paper: what `results/prediction.json` says of all 62 layers, in bf16, by length of the prompt; and
 how long a run would take on machines that were not here, and cost.
 
-The time of a layer is that of reading its weights, at the speed of the machine's disk; of its matrix products, at EFFICIENCY
-of what the device's vendor says; of the work on its taps, measured here on one core; and JOBS. Machines differ and prices
-change: MACHINES is the place to put yours.
+The time of a layer is that of reading its weights, at the speed of the machine's disk; of putting them into a model and of
+the work on its taps, both measured here on one core; of its matrix products, at EFFICIENCY of what the device's vendor says;
+and JOBS. Machines differ and prices change: MACHINES is the place to put yours.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from layerproof.stages import all_stages
 from layerproof.tokens import pad
 from layerproof.variants import VARIANTS
 from measure import Result, seconds
-from memory import CONFIG, shapes
+from memory import CONFIG, STAGE, make_checkpoint, shapes
 
 FULL = CONFIG | {"num_hidden_layers": 62, "vocab_size": 200064, "attn_type_list": [1] * 62}
 LENGTHS = (512, 4096)
+PLACED = CONFIG | {"num_local_experts": 16}
+"""A model with a layer that is large enough to measure how fast weights are put into place."""
 EFFICIENCY = 0.3
 """Of a device's peak, in products as large as these."""
 JOBS = 3.0
@@ -114,7 +116,21 @@ def seconds_by_element() -> dict[str, float]:
         }
 
 
-def hours(found: dict[str, Any], length: int, by_element: dict[str, float]) -> list[Result]:
+def seconds_by_byte() -> float:
+    """What putting weights that are in memory into a model takes, on one core of this machine, by byte on disk."""
+    with tempfile.TemporaryDirectory(prefix="layerproof-scale-") as directory:
+        model = Path(directory) / "model"
+        size = make_checkpoint(model, "bf16", PLACED)
+        descriptions, _ = loading.describe_stages(model, [STAGE], False)
+
+        def place() -> None:
+            stage = loading.meta_stage(model, STAGE, False, torch.bfloat16)
+            loading.load_stage(stage, STAGE, model, descriptions[STAGE], torch.device("cpu"))
+
+        return seconds(place, time.process_time) / size
+
+
+def hours(found: dict[str, Any], length: int, by_element: dict[str, float], by_byte: float) -> list[Result]:
     """Time and cost of one side of the run on each machine."""
     results = []
     layers = FULL["num_hidden_layers"]
@@ -129,6 +145,7 @@ def hours(found: dict[str, Any], length: int, by_element: dict[str, float]) -> l
             compute += products(length) / (EFFICIENCY * machine.fp32) if side == "golden" else 0.0
             parts = {
                 "reading": layer["weights"][side] / machine.disk,
+                "placing": layer["weights"][side] * by_byte,
                 "products": compute,
                 "taps": elements * by_element[side],
                 "jobs": JOBS,
@@ -148,6 +165,8 @@ def run() -> list[Result]:
     by_element = seconds_by_element()
     for side, of_one in by_element.items():
         results.append(Result(f"work on taps, {side}", of_one * 1e9, "ns an element", "one core of this machine"))
+    by_byte = seconds_by_byte()
+    results.append(Result("putting weights into a model", by_byte * 1e9, "s a GB", "one core of this machine"))
     for length in LENGTHS:
         with tempfile.TemporaryDirectory(prefix="layerproof-scale-") as directory:
             found = predict(Path(directory), length)
@@ -161,7 +180,12 @@ def run() -> list[Result]:
             ("golden, whole model", found["whole"]),
             ("tensors in results/", found["files"]),
             ("tensors in results/, compare.taps: auto, all pass", found["kept"]),
+            ("disk, with the checkpoint in bf16", found["files"] + weights),
         ):
             results.append(Result(f"62 layers, 1 x {length} tokens: {name}", size / 1e9, "GB", baseline))
-        results += hours(found, length, by_element)
+        for machine in found["machines"]:
+            name = f"62 layers, 1 x {length} tokens: {machine['side']}, whole model on {machine['machine']}"
+            fits = "which it fits" if machine["whole"] else "more than it has"
+            results.append(Result(name, machine["devices"], "devices", fits))
+        results += hours(found, length, by_element, by_byte)
     return results
