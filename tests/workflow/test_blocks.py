@@ -1,6 +1,7 @@
 """Several stages in one job: fewer jobs, the same files, and each stage still runs, fails and is lost by itself."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -33,6 +34,20 @@ def test_a_job_runs_the_stages_of_a_block(workflow):
     assert jobs >= {f"{rule}_stages_{first}:" for rule in RULES for first in (STAGES[0], STAGES[SIZE])}
     assert not any(f"{rule}_stage:" in jobs for rule in RULES)
     assert workflow.run().started == 0
+
+
+def test_on_a_cluster_blocks_are_jobs_like_those_of_one_stage(tmp_path):
+    """Which are what the profile names."""
+    planned = dense_and_moe(tmp_path, chains=[], stages_per_job=SIZE).run("--workflow-profile", "profiles/slurm", "-n")
+    resources = dict(
+        re.findall(r"^ *rule (\w+_stages_\w+):\n(?: +.*\n)*? +resources: (.*)", planned.text, re.MULTILINE)
+    )
+    assert {name.split("_")[0] for name in resources} == set(RULES)
+    for name, asked in resources.items():
+        side = {"golden": "gpu", "diagnose": "gpu", "port": "trn", "force": "trn"}.get(name.split("_")[0], "cpu")
+        assert f"slurm_partition={side}" in asked, name
+        assert ("gpu=1" in asked, "neuron=1" in asked) == (side == "gpu", side == "trn"), name
+        assert ("slurm_extra=--exclusive" in asked) == (side == "trn"), name
 
 
 def test_the_files_are_those_of_jobs_of_one_stage(workflow):
