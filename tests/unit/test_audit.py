@@ -73,6 +73,15 @@ def test_the_shipped_port_and_transformers_have_their_books_in_order(run, tmp_pa
     assert findings(run, tmp_path, backend="transformers") == []
 
 
+def test_of_a_stage_whose_weights_cannot_be_read_nothing_is_foretold(run, tmp_path):
+    tensors.write(tmp_path / "stage.h5", {}, attributes={"error": "no weights"})
+    totals = {"golden": 0, "port": 0, "whole": 0, "files": 0, "kept": 0, "machines": []}
+    files = {STAGE: tmp_path / "stage.h5"}
+    audited = audit.audit({STAGE: {"error": "no weights"}}, files, files, {"stages": {}, **totals}, "bfloat16")
+    entry = audited["stages"][STAGE]
+    assert (entry["foretold"], entry["golden"], entry["port"], entry["disk"]) == (None, None, None, {})
+
+
 def test_bytes_by_dtype(run, tmp_path):
     findings(run, tmp_path)
     descriptions, _ = loading.describe_stages(run / "model", [STAGE], trust_remote_code=False)

@@ -43,9 +43,10 @@ def _rows(audited: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _row(audited: Mapping[str, Any]) -> dict[str, str]:
+    foretold = audited["foretold"]
     return {
         **{side: _by_dtype(audited[side]) for side in ("disk", "golden", "port")},
-        **{f"{side}_job": size(audited["foretold"][side]) for side in ("golden", "port")},
+        **{f"{side}_job": size(foretold[side]) if foretold else "–" for side in ("golden", "port")},
         "files": size(audited["files"]),
     }
 
