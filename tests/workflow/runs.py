@@ -32,6 +32,12 @@ class Run:
     returncode: int
 
 
+def environment() -> dict[str, str]:
+    """Without what a test of this process set up for itself: its port is taken, its rank another's."""
+    own = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PJRT_DEVICE")
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
 class Workflow:
     """A copy of the workflow in a folder of its own, with its own config.yaml."""
 
@@ -76,12 +82,9 @@ class Workflow:
         return [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, "--", *target.split()]
 
     def options(self) -> dict:
-        # What a test of this process set up for itself is not the workflow's: its port is taken, its rank another's.
-        own = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PJRT_DEVICE")
-        environment = {name: value for name, value in os.environ.items() if name not in own}
         return {
             "cwd": self.directory,
-            "env": environment,
+            "env": environment(),
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT,
             "text": True,

@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 
-from runs import REPOSITORY
+from runs import REPOSITORY, environment
 
 SMALL = """
 import sys
@@ -28,11 +28,12 @@ def test_benchmarks_write_what_they_print(tmp_path):
     before = [others, {"command": "python benchmarks/run.py scale", "value": 0}]
     path.write_text(json.dumps({"schema_version": 1, "results": before}))
     command = [sys.executable, "-c", SMALL, *names, "--output", str(path)]
-    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
     kept, *rows = json.loads(path.read_text())["results"]
     assert kept == others, "what is not run keeps its figures"
     assert {row["command"] for row in rows} == {f"python benchmarks/run.py {name}" for name in names}
-    for row, line in zip(rows, printed.splitlines(), strict=True):
+    for row, line in zip(rows, done.stdout.splitlines(), strict=True):
         assert line.startswith(row["name"]) and row["unit"] in line
         assert row.keys() == {"name", "value", "unit", "baseline", "command", "machine"}
         assert math.isfinite(row["value"]) and row["value"] > 0 and row["unit"] and row["baseline"]
