@@ -173,18 +173,25 @@ def test_gpu_memory_is_held_against_what_is_foretold(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "status"),
     [
-        {"offload_folder": "left"},
-        {"max_memory": {"0": "10GiB", "cpu": "500GiB"}},
-        {"device_map": {"model": 0, "lm_head": "cpu"}},
+        ({}, "warn"),
+        ({"offload_folder": "left"}, "ok"),
+        ({"device_map": "sequential", "offload_folder": "left"}, "ok"),
+        ({"max_memory": {"0": "10GiB"}}, "warn"),
+        ({"max_memory": {"0": "10GiB", "cpu": "500GiB"}}, "ok"),
+        ({"max_memory": {"0": "10GiB", "cpu": "400GiB"}}, "warn"),
+        ({"max_memory": {"0": "10GiB", "cpu": "400GiB"}, "offload_folder": "left"}, "ok"),
+        # Accelerate moves nothing that is placed by name.
+        ({"device_map": {"model": 0, "lm_head": "cpu"}}, "warn"),
+        ({"device_map": {"": 0}, "max_memory": {"0": "10GiB", "cpu": "500GiB"}}, "warn"),
+        ({"device_map": "cuda:0", "offload_folder": "left"}, "warn"),
     ],
 )
-def test_what_the_config_leaves_to_the_host_need_not_fit_on_gpus(settings, monkeypatch, tmp_path):
+def test_what_the_config_leaves_to_the_host_need_not_fit_on_gpus(settings, status, monkeypatch, tmp_path):
     fake_tool(monkeypatch, tmp_path, "nvidia-smi", "NVIDIA H100 80GB HBM3, 81559, 4, 550.90.07")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for golden, status in ((WHOLE, "warn"), (WHOLE | {"max_memory": {"0": "10GiB"}}, "warn"), (WHOLE | settings, "ok")):
-        assert statuses(golden_device(golden)) == {"device": "ok", "device memory": status}
+    assert statuses(golden_device(WHOLE | settings)) == {"device": "ok", "device memory": status}
 
 
 @pytest.mark.parametrize(
@@ -277,6 +284,36 @@ def test_versions_that_do_not_belong_together_are_told():
         "torch-neuronx 2.8.0.2.10 needs torch==2.8.*, and 2.9.1 is installed; "
         "torch-xla 2.8.1 was built for another torch than 2.9.1",
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("2.6.0a0+ecf3bae40a.nv25.1", True), ("2.6.0+cpu", True), ("2.5.1", False), ("2.8.0-gitx", True)],
+)
+def test_versions_of_vendors_are_compared_as_far_as_they_can_be(version, fits):
+    installed = dict.fromkeys(preflight.LIBRARIES["golden"], "1.0") | {"torch": version}
+    needs = {"transformers": [Requirement("torch>=2.6")]}
+    checks = preflight.check_libraries("golden", False, installed.get, lambda name: needs.get(name, []))
+    assert ("versions" not in statuses(checks)) == fits
+    assert "versions" not in statuses(
+        preflight.check_libraries("port", False, lambda name: "made-up" if "torch" in name else "1.0", needs_nothing)
+    )
+
+
+def test_a_requirement_that_cannot_be_understood_is_left_out(monkeypatch):
+    asked = ["numpy (>=1.24.*)", "h5py>=3", 'pytest; extra == "test"', 'torch>=2; extra == "torch"']
+    monkeypatch.setattr(preflight.metadata, "requires", lambda name: asked)
+    assert [one.name for one in preflight._required("any")] == ["h5py", "torch"]
+
+
+def test_a_golden_on_the_cpu_asks_no_driver(monkeypatch):
+    def fails(*command):
+        raise AssertionError(command)
+
+    monkeypatch.setattr(preflight, "_run", fails)
+    for golden in (GOLDEN | {"device": "cpu"}, WHOLE | {"device_map": {"model": "cpu", "lm_head": "disk"}}):
+        checks = preflight.check_golden_host({"golden": golden}, None, GIB)
+        assert statuses(checks)["device"] == "ok"
 
 
 def test_what_is_installed_here_belongs_together():

@@ -6,6 +6,7 @@ warning: the run goes on and tells by stage.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import json
 import os
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from packaging.requirements import Requirement
-from packaging.version import Version
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from layerproof import checkpoint
 from layerproof.errors import StageError, UserError
@@ -32,10 +34,18 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 IMPORTS = 1 << 30
 """Bytes that a process takes for its imports, more than was measured (`make bench`)."""
 LIBRARIES = {
-    "golden": ("torch", "transformers", "accelerate", "safetensors", "h5py"),
+    "golden": (
+        "torch",
+        "transformers",
+        "accelerate",
+        "safetensors",
+        "h5py",
+    ),  # accelerate: for FP8, and the whole model
     "port": ("torch", "torch-xla", "safetensors", "h5py"),
     "neuron": ("torch-neuronx", "libneuronxla", "neuronx-cc"),
 }
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Of accelerate: they fill GPUs and leave the rest to the host. Other maps place everything as they are written."""
 NEURON_TOOLS, NEURON_LIBRARIES = "/opt/aws/neuron/bin", "/opt/aws/neuron/lib"
 NEURON_DRIVER = Path("/sys/module/neuron/version")
 COMPILE_CACHE = "/var/tmp/neuron-compile-cache"
@@ -98,7 +108,7 @@ def check_golden_host(
     """Libraries, GPU and host memory, of which `available` bytes are free."""
     golden = config["golden"]
     yield from check_libraries("golden", False, _installed, _required)
-    gpus, problem = _gpus()
+    gpus, problem = ([], "") if _is_on_host(golden) else _gpus()
     yield from check_golden_device(golden, prediction, gpus, problem)
     if golden["mode"] == "whole":
         yield check_whole_memory(golden, prediction, available, gpus)
@@ -130,8 +140,8 @@ def check_libraries(
     versions = {name: installed(name) for name in names}
     missing = [name for name, version in versions.items() if version is None]
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    remedy = f"Run make setup, or run in the {side} container (containers/README.md)."
     if missing:
-        remedy = f"Run make setup, or run in the {side} container (containers/README.md)."
         yield Check("libraries", FAIL, f"{', '.join(missing)} not installed here; {found or 'nothing else'} is", remedy)
     else:
         yield Check("libraries", OK, found)
@@ -140,13 +150,13 @@ def check_libraries(
         for name in names
         if name not in missing
         for one in required(name)
-        if (there := installed(one.name)) is not None and not one.specifier.contains(there, prereleases=True)
+        if (there := installed(one.name)) is not None and not _is_in(one.specifier, there)
     ]
-    torch, xla = versions.get("torch"), versions.get("torch-xla")
-    if torch and xla and Version(torch).release[:2] != Version(xla).release[:2]:  # which torch-xla does not ask for
+    torch, xla = (_parsed(versions.get(name)) for name in ("torch", "torch-xla"))
+    if torch and xla and torch.release[:2] != xla.release[:2]:  # which torch-xla does not ask for
         unfit.append(f"torch-xla {xla} was built for another torch than {torch}")
     if unfit:
-        yield Check("versions", WARN, "; ".join(unfit), "Install versions that belong together: make setup.")
+        yield Check("versions", WARN, "; ".join(unfit), remedy)
 
 
 def check_nxdi(find: Any) -> Iterator[Check]:
@@ -169,9 +179,26 @@ def _installed(name: str) -> str | None:
 
 
 def _required(name: str) -> list[Requirement]:
-    """What an installed package needs here, with torch where it can do without."""
-    asked = map(Requirement, metadata.requires(name) or ())
+    """What an installed package needs here, with torch where it can do without, and without what cannot be understood."""
+    asked = []
+    for text in metadata.requires(name) or ():
+        with contextlib.suppress(InvalidRequirement):
+            asked.append(Requirement(text))
     return [one for one in asked if one.marker is None or one.marker.evaluate({"extra": "torch"})]
+
+
+def _parsed(version: str | None) -> Version | None:
+    """None of a number that a packager made up."""
+    try:
+        return Version(version or "")
+    except InvalidVersion:
+        return None
+
+
+def _is_in(wanted: SpecifierSet, version: str) -> bool:
+    """A build before a release, as vendors have them, counts as the release; what cannot be compared is taken for good."""
+    there = _parsed(version)
+    return there is None or any(wanted.contains(one, prereleases=True) for one in (there, there.base_version))
 
 
 def check_golden_device(
@@ -180,9 +207,8 @@ def check_golden_device(
     """The GPU of the golden, where one is asked for or there; `problem` says why nvidia-smi names none."""
     import torch
 
-    key = "device_map" if golden["mode"] == "whole" else "device"
-    places = _places(golden[key])
-    if set(places) <= {"cpu", "disk"}:
+    key, places = _asked(golden)
+    if _is_on_host(golden):
         yield Check("device", OK, f"the CPU, as golden.{key} says")
         return
     seen = torch.cuda.is_available()
@@ -206,7 +232,7 @@ def check_golden_device(
 def _fits_gpus(golden: Mapping[str, Any], gpus: Sequence[Gpu], prediction: Mapping[str, Any]) -> Check:
     if golden["mode"] == "whole":
         needed, has, what = prediction["whole"], sum(_room(golden, gpus)), "the whole model"
-        if needed > has and _leaves_some_to_the_host(golden):
+        if needed > has and _is_left_to_the_host(golden, needed - has):
             return Check("device memory", OK, f"{size(has)}; the rest of {size(needed)} is left to the host")
         remedy = "Offload (golden.max_memory, golden.offload_folder), or write golden.mode: streamed."
     else:
@@ -216,10 +242,26 @@ def _fits_gpus(golden: Mapping[str, Any], gpus: Sequence[Gpu], prediction: Mappi
     return Check("device memory", OK if needed <= has else WARN, text, None if needed <= has else remedy)
 
 
-def _leaves_some_to_the_host(golden: Mapping[str, Any]) -> bool:
-    """Whether the config says so: what accelerate does of its own accord is slow, and worth a warning."""
-    limits = golden["max_memory"] or {}
-    return bool(golden["offload_folder"] or "cpu" in limits or {"cpu", "disk"} & set(_places(golden["device_map"])))
+def _is_left_to_the_host(golden: Mapping[str, Any], left: int) -> bool:
+    """Whether the config has accelerate keep so many bytes off the GPUs, as only its strategies do. What they do unasked is
+    slow, and worth a warning.
+    """
+    if golden["device_map"] not in STRATEGIES:
+        return False
+    from accelerate.utils import convert_file_size_to_int
+
+    limit = (golden["max_memory"] or {}).get("cpu")
+    return bool(golden["offload_folder"]) or (limit is not None and left <= convert_file_size_to_int(limit))
+
+
+def _asked(golden: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The key that says where the golden runs, and what it names."""
+    key = "device_map" if golden["mode"] == "whole" else "device"
+    return key, _places(golden[key])
+
+
+def _is_on_host(golden: Mapping[str, Any]) -> bool:
+    return set(_asked(golden)[1]) <= {"cpu", "disk"}
 
 
 def _places(device_map: str | Mapping[str, str | int]) -> list[str]:
@@ -239,7 +281,7 @@ def _room(golden: Mapping[str, Any], gpus: Sequence[Gpu]) -> list[int]:
     """
     places, limits = _places(golden["device_map"]), golden["max_memory"]
     named = {_gpu_number(place) for place in places} - {None}
-    if named or set(places) <= {"cpu", "disk"}:
+    if named or _is_on_host(golden):
         return [gpu.free if number in named else 0 for number, gpu in enumerate(gpus)]
     if limits is None:
         return [gpu.free for gpu in gpus]
