@@ -1,5 +1,8 @@
 """The FP8 form of the release: what is written can be read again, by transformers and by the shipped port alike."""
 
+from collections import defaultdict
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -38,6 +41,23 @@ def test_zeros_stay_zeros():
 def test_a_matrix_that_does_not_divide_into_blocks_is_refused():
     with pytest.raises(ValueError, match="a side of 200 does not divide into blocks of 128"):
         fp8.quantized(torch.zeros(128, 200))
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_disk", "asked", "held"),
+    [
+        ({"quant_method": "fp8"}, torch.float32, torch.bfloat16, torch.float32),
+        ({"quant_method": "fp8"}, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        ({"quant_method": "fp8"}, torch.bfloat16, torch.float32, torch.float32),
+        (None, torch.float32, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_the_router_of_the_shipped_port_is_as_wide_as_that_of_the_golden(settings, on_disk, asked, held):
+    module = port.load_module("workflow/ports/minimax_m2.py")
+    config = {"quantization_config": settings, "num_local_experts": 0}
+    stage = port.Stage("layer_000", 0, config, asked, {}, (1, 4), Path("model"))
+    weights = defaultdict(lambda: torch.ones(2, 2, dtype=on_disk))
+    assert dict(module.convert(stage, weights))["moe.router"].dtype == held
 
 
 @pytest.fixture(scope="module")

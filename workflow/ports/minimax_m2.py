@@ -227,9 +227,9 @@ def convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple
     moe = prefix + "block_sparse_moe."
     for source, name in LAYER_NAMES.items():
         yield name, dequantized(weights, prefix + source, stage.dtype)
-    # The release has its router in fp32. Transformers casts it, but leaves it as it is where it dequantises a checkpoint.
-    router = weights[moe + "gate.weight"]
-    yield "moe.router", router if "quantization_config" in stage.config else router.to(stage.dtype)
+    # The release has its router in fp32. Transformers casts it, but makes it no narrower where it dequantises a checkpoint.
+    router, is_quantized = weights[moe + "gate.weight"], bool(stage.config.get("quantization_config"))
+    yield "moe.router", router.to(torch.promote_types(router.dtype, stage.dtype) if is_quantized else stage.dtype)
     yield "moe.router_bias", weights[moe + "e_score_correction_bias"].float()
     experts = stage.config["num_local_experts"]
     for name, matrix in EXPERT_NAMES.items():
