@@ -493,6 +493,13 @@ def test_weights_are_told_once_for_stages_that_are_alike():
     assert "8 x A100 80 GB golden fits does not fit 9" in page
 
 
+def test_stages_that_are_alike_share_a_row_whatever_their_files_take():
+    books = reports.audit(reports.good()[0])
+    books["stages"]["layer_001"]["files"] = 41_000_000
+    (row,) = report_audit.section(books, [])["rows"]
+    assert row["files"] == "41 MB"
+
+
 def test_of_a_stage_whose_weights_cannot_be_read_the_table_says_nothing():
     books = reports.audit(reports.good()[0])
     nothing = {"disk": {}, "golden": None, "port": None, "foretold": None}

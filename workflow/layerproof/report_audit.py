@@ -36,10 +36,13 @@ def _dropped(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
 
 
 def _rows(audited: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row for stages that follow one another and have the same numbers."""
+    """One row for stages that follow one another and have the same weights; bytes of files differ by their names."""
     rows = {stage: _row(entry) for stage, entry in audited.items()}
     groups = [list(group) for _, group in groupby(rows, key=lambda stage: rows[stage])]
-    return [{"stages": ranges(group), **rows[group[0]]} for group in groups]
+    return [
+        {"stages": ranges(group), **rows[group[0]], "files": size(max(audited[stage]["files"] for stage in group))}
+        for group in groups
+    ]
 
 
 def _row(audited: Mapping[str, Any]) -> dict[str, str]:
@@ -47,7 +50,6 @@ def _row(audited: Mapping[str, Any]) -> dict[str, str]:
     return {
         **{side: _by_dtype(audited[side]) for side in ("disk", "golden", "port")},
         **{f"{side}_job": size(foretold[side]) if foretold else "–" for side in ("golden", "port")},
-        "files": size(audited["files"]),
     }
 
 
