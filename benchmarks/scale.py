@@ -2,8 +2,8 @@
 how long a run would take on machines that were not here, and cost.
 
 The time of a layer is that of reading its weights, at the speed of the machine's disk; of putting them into a model and of
-the work on its taps, both measured here on one core; of its matrix products, at EFFICIENCY of what the device's vendor says;
-and JOBS. Machines differ and prices change: MACHINES is the place to put yours.
+the work on its taps, both measured here on one core (the first of a golden, for either side); of its matrix products, at
+EFFICIENCY of what the device's vendor says; and JOBS. Machines differ and prices change: MACHINES is the place for yours.
 """
 
 from __future__ import annotations

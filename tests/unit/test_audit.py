@@ -1,11 +1,12 @@
 """What the audit finds in ports that convert their weights in other ways than they should, and in those that do not."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from layerproof import audit, loading, port, tensors
+from layerproof import audit, loading, port, tensors, trimming
 from models import save
 from streaming import TOKENS, stream
 
@@ -71,6 +72,16 @@ def findings_in(run, directory, source, notes=False, **settings):
 def test_the_shipped_port_and_transformers_have_their_books_in_order(run, tmp_path):
     assert findings(run, tmp_path) == []
     assert findings(run, tmp_path, backend="transformers") == []
+
+
+def test_files_that_were_trimmed_have_the_books_of_whole_ones(run, tmp_path):
+    findings(run, tmp_path)
+    (description,) = loading.describe_stages(run / "model", [STAGE], trust_remote_code=False)[0].values()
+    files = shutil.copy(run / f"{STAGE}.h5", tmp_path / "golden.h5"), tmp_path / "port.h5"
+    whole = audit.audit_stage(description, *files, "bfloat16")
+    for file in files:
+        trimming.trim(file)
+    assert audit.audit_stage(description, *files, "bfloat16") == whole
 
 
 def test_of_a_stage_whose_weights_cannot_be_read_nothing_is_foretold(run, tmp_path):
