@@ -308,6 +308,13 @@ def test_a_server_that_still_imports_ends_with_snakemake(shared):
     assert shared.processes()
 
 
+def test_a_server_that_still_starts_ends_with_snakemake(shared):
+    """Which has then ended before the server could look for it."""
+    (shared.directory / "sitecustomize.py").write_text("import sys, time; time.sleep('serve' in sys.orig_argv)")
+    shared.prepare()
+    assert shared.processes()
+
+
 @pytest.mark.parametrize("text", ["raise RuntimeError('no such device')", "import os; os.abort()"])
 def test_a_package_that_cannot_be_imported_is_left_to_the_job(shared, weights, text):
     """Also if it ends the process that imports it: then the job is one of its own, and what that process said is kept."""

@@ -60,14 +60,17 @@ def start_server(address: str, packages: Sequence[str] = ()) -> None:
     Raises:
         OSError: if there can be no such socket, or the process with which the server is to end cannot be seen from here.
     """
-    owner = Path(address).parent.name.rpartition("-")[2]
-    os.close(os.pidfd_open(int(owner)))
-    with socket.socket(socket.AF_UNIX) as listening, open(Path(address).parent / "log", "ab") as log:
+    owner = int(Path(address).parent.name.rpartition("-")[2])
+    with contextlib.ExitStack() as files:
+        # Opened here: the server starts in a while, when the owner may have ended, and another may have its number.
+        end = files.enter_context(os.fdopen(os.pidfd_open(owner), "rb"))
+        log = files.enter_context(open(Path(address).parent / "log", "ab"))
+        listening = files.enter_context(socket.socket(socket.AF_UNIX))
         listening.bind(address)
         listening.listen()
         subprocess.Popen(  # which no terminal interrupts
-            [*_command(listening, "serve", int(owner)), *packages],
-            pass_fds=[listening.fileno()],
+            [*_command(listening, "serve", owner), str(end.fileno()), *packages],
+            pass_fds=[listening.fileno(), end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -93,12 +96,12 @@ class _Runner:
     packages: tuple[str, ...] = ()
 
 
-def serve(listening: socket.socket, owner: int, packages: Sequence[str] = ()) -> socket.socket | None:
-    """Imports packages, if there are any, and hands jobs to runners until the process `owner` ends. In a runner, returns the
-    socket over which it is given jobs.
+def serve(listening: socket.socket, end: int, packages: Sequence[str] = ()) -> socket.socket | None:
+    """Imports packages, if there are any, and hands jobs to runners until the process of the pidfd `end` ends. In a runner,
+    returns the socket over which it is given jobs.
     """
+    os.set_inheritable(end, False)  # or each runner would have it
     runners: list[_Runner] = []
-    end = os.pidfd_open(owner)  # before it imports: it would not know another process that got the number meanwhile
     try:
         if packages:
             import_packages(tuple(packages))
@@ -365,16 +368,17 @@ def _exit_code(run: Callable[[], int]) -> int:
 
 
 def main() -> None:
-    """`python -m layerproof.worker SOCKET serve OWNER [PACKAGE...]` and `... SOCKET run SERVER`; SOCKET is an open file's
-    number.
+    """`python -m layerproof.worker SOCKET serve OWNER END [PACKAGE...]` and `... SOCKET run SERVER`; SOCKET and END are
+    numbers of open files, OWNER is there to be read in a list of processes.
     """
     faulthandler.enable()  # a crash leaves the Python stack in the log
-    number, task, process, *packages = sys.argv[1:]
+    number, task, process, *others = sys.argv[1:]
     control: socket.socket | None = socket.socket(fileno=int(number))
     server = int(process)
     if task == "serve":
         server = os.getpid()
-        control = serve(control, int(process), packages)
+        end, *packages = others
+        control = serve(control, int(end), packages)
     if control is not None:
         run_jobs(control, server)
 
