@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import types
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -151,6 +152,84 @@ def test_taps_of_other_names_are_named_in_the_config(qwen, tmp_path):
     assert list(qwen.failures("layer_001", tmp_path / "out.h5")) == ["mlp.gate"]
 
 
+def test_a_tap_that_means_something_else_can_be_left_out(minimax, tmp_path):
+    """Its own path is not taken for it, the others stay, and a graph that is traced has it neither."""
+    minimax.run("layer_001", tmp_path / "out.h5", taps={"attn.q_rot": None, "mlp.out": None})
+    missing = dict.fromkeys(("attn.q_rot", "mlp.out"), "the port hands no tensor over for this tap")
+    assert minimax.failures("layer_001", tmp_path / "out.h5") == missing
+
+
+def test_a_configuration_is_made_as_its_class_makes_it(qwen, monkeypatch, tmp_path):
+    """By a `from_pretrained` of its own, with what port.nxdi.config says; of a module that names no class, by its one."""
+    from neuronx_distributed_inference.models.qwen3 import modeling_qwen3
+
+    asked = []
+
+    def from_pretrained(cls, path, neuron_config=None, **attributes):
+        asked.append((path, neuron_config.seq_len, attributes))
+        read = json.loads((Path(path) / "config.json").read_text())
+        own = {"rope_theta": read["rope_parameters"]["rope_theta"]}
+        return cls(neuron_config, lambda config: vars(config).update(read | own), **attributes)
+
+    config, model = modeling_qwen3.Qwen3InferenceConfig, modeling_qwen3.NeuronQwen3ForCausalLM
+    monkeypatch.setattr(config, "from_pretrained", classmethod(from_pretrained), raising=False)
+    monkeypatch.delattr(model, "get_config_cls")
+    qwen.run("layer_001", tmp_path / "out.h5", config={"extra": 1})
+    assert set(map(str, asked)) == {str((str(qwen.checkpoint), TOKENS.ids.shape[1], {"extra": 1}))}
+    assert qwen.failures("layer_001", tmp_path / "out.h5") == {}
+
+    monkeypatch.setattr(modeling_qwen3, "Qwen3InferenceConfig", None)
+    with pytest.raises(StageError, match=r"get_config_cls\(\) names no configuration class .* Write it"):
+        qwen.runner()
+
+
+def test_a_module_that_is_part_of_two_is_given_once(minimax, monkeypatch, tmp_path):
+    """As gpt-oss's norm and router are, which a kernel for decoding holds as well."""
+    from neuronx_distributed_inference.models.minimax_m2 import modeling_minimax_m2
+
+    layer = modeling_minimax_m2.NeuronMiniMaxM2DecoderLayer
+    build = layer.__init__
+
+    def shared(self, *args):
+        build(self, *args)
+        self.block_sparse_moe.rmsnorm = self.post_attention_layernorm
+        self.fused = torch.nn.Module()
+        self.fused.router = self.block_sparse_moe.router
+
+    monkeypatch.setattr(layer, "__init__", shared)
+    minimax.run("layer_001", tmp_path / "out.h5")
+    assert minimax.failures("layer_001", tmp_path / "out.h5") == {}
+    parameters = tensors.read_document(tmp_path / "out.h5", tensors.CONVERSION)["parameters"]
+    assert not any(entry["initial"] for entry in parameters.values())
+
+
+def test_a_router_may_activate_the_chosen_alone_and_choose_groups_before(monkeypatch):
+    """As those of gpt-oss and of DeepSeek-V3 do: what the experts are chosen by is tapped, and nothing else."""
+    from neuronx_distributed_inference.modules.moe_v2 import RouterTopK
+
+    class OverTopK(RouterTopK):
+        apply_act_fn_over_topk = True
+
+        def forward(self, hidden_states):
+            logits = self.get_router_logits(hidden_states)
+            groups = logits.unflatten(-1, (2, -1)).amax(-1).topk(1)[1]
+            allowed = torch.zeros(len(logits), 2).scatter(1, groups, 1.0).repeat_interleave(4, -1).bool()
+            chosen, index = torch.topk(logits.masked_fill(~allowed, 0.0), self.top_k)
+            return logits, self.apply_activation_fn(chosen), index
+
+    layer = torch.nn.Module()
+    layer.feed_forward = torch.nn.Module()
+    layer.feed_forward.moe = torch.nn.Module()
+    layer.feed_forward.moe.router = OverTopK(8, 2, 4, "softmax", torch.float32)
+    nxdi_taps.put_in(layer, 2, 3, {})
+    with collecting() as taps:
+        _, _, index = layer.feed_forward.moe.router(torch.randn(2, 3, 4))
+    assert set(taps) == {"router.logits", "router.selection", "router.choice"}
+    assert taps["router.selection"].shape == (2, 3, 8)
+    assert torch.equal(taps["router.choice"].flatten(0, 1).long(), index.sort(-1).values)
+    assert (taps["router.selection"] == 0).sum() == 2 * 3 * 4
+
+
 def test_theta_is_that_of_the_checkpoint_in_either_spelling(tmp_path):
     """transformers 4, which NxD Inference has, does not read rope_parameters and takes a default."""
     model = Model(tmp_path, "qwen3")
@@ -160,6 +239,15 @@ def test_theta_is_that_of_the_checkpoint_in_either_spelling(tmp_path):
         model.configure(**keys)
         model.run("layer_001", tmp_path / "out.h5")
         assert model.failures("layer_001", tmp_path / "out.h5") == {}
+
+
+def test_theta_is_that_of_each_kind_of_attention(tmp_path):
+    model = Model(tmp_path, "qwen3")
+    kinds = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 7.0, "rope_type": "default"}}
+    config = types.SimpleNamespace()
+    stage = port.Stage("layer_001", 1, {"rope_parameters": kinds}, torch.bfloat16, {}, (1, 2), model.checkpoint)
+    nxdi._load_config(config, stage)
+    assert (config.rope_theta, config.rope_local_base_freq, config.rope_scaling) == (5.0, 7.0, None)
 
 
 def test_only_the_stage_is_read_and_held(minimax):
@@ -233,9 +321,10 @@ def test_conversions_may_mix_what_is_there_and_what_is_not():
 
 def test_a_top_k_is_watched_in_either_spelling():
     seen = []
-    with nxdi_taps._TopK(lambda tensor: seen.append(tensor) or tensor):
+    with nxdi_taps._TopK((3,), lambda tensor: seen.append(tensor) or tensor):
         torch.topk(torch.ones(3), 1)
         torch.ones(3).topk(1)
+        torch.ones(2).topk(1)
     assert len(seen) == 2
 
 

@@ -87,6 +87,26 @@ def stage(tmp_path):
     return Stage(tmp_path)
 
 
+def test_experts_that_are_ruled_out_may_have_any_number(stage):
+    """The golden rules out by -Inf what DeepSeek-V3's release gives 0; but a number that is none is one too many, and where
+    the choice is not handed over nothing tells whether the number was low enough.
+    """
+    for side in (stage.truth, stage.golden):
+        side["router.selection"][..., 3:] = -np.inf
+    stage.port["router.selection"][..., 3:] = 0.0
+    tap = stage.write().compare()["taps"]["router.selection"]
+    assert tap["status"] == "pass", tap["reason"]
+
+    stage.port["router.selection"][0, 0, 1] += 0.5
+    assert "above the limit" in stage.write().compare()["taps"]["router.selection"]["reason"]
+    stage.port["router.selection"][0, 0, 1] -= 0.5
+    stage.port["router.selection"][0, 0, 4] = np.nan
+    assert "NaN" in stage.write().compare()["taps"]["router.selection"]["reason"]
+    stage.port["router.selection"][0, 0, 4] = 0.0
+    del stage.choices["port"]
+    assert "Inf" in stage.write().compare()["taps"]["router.selection"]["reason"]
+
+
 def test_pass(stage):
     result = stage.write().compare()
     assert (result["status"], result["reason"], result["stage"]) == ("pass", None, "layer_003")

@@ -138,6 +138,20 @@ def test_every_stage_loads_only_its_own_tensors(tmp_path):
     )
 
 
+def test_the_context_is_what_the_output_projection_gets(tmp_path, monkeypatch):
+    """Also where the model gates first what the attention function gives."""
+    monkeypatch.setitem(
+        MORE, "afmoe", {"num_hidden_layers": 1, "num_dense_layers": 1, "layer_types": ["full_attention"]}
+    )
+    save("afmoe", tmp_path / "model")
+    stream(tmp_path / "model", tmp_path)
+    with tensors.reading(tmp_path / "layer_000.h5") as file:
+        taps = tensors.taps(file, "golden")
+        context, out = (tensors.to_torch(taps[name]).float() for name in ("attn.context", "attn.out"))
+    projection = load_file(tmp_path / "model/model.safetensors")["model.layers.0.self_attn.o_proj.weight"].float()
+    assert (context @ projection.T - out).norm() < 0.01 * out.norm()
+
+
 def test_layers_have_the_canonical_taps(tmp_path):
     save("minimax_m2", tmp_path / "model")
     stream(tmp_path / "model", tmp_path)

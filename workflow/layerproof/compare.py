@@ -15,7 +15,7 @@ from layerproof.errors import StageError, StageMissing
 from layerproof.logits import compare_logits
 from layerproof.metrics import Tensor, compare, judge
 from layerproof.noise import Noise
-from layerproof.routing import AFTER_ROUTER, Routing, compare_choices, experts_chosen
+from layerproof.routing import AFTER_ROUTER, Routing, compare_choices, experts_chosen, ruled_out_as
 from layerproof.shards import Ranks
 from layerproof.stages import LM_HEAD
 from layerproof.taps import OUT, in_order
@@ -84,7 +84,10 @@ def compare_taps(
             continue
         left_out = routing.left_out if routing and name in AFTER_ROUTER else None
         sides = wanted[name], truth[name], valid, limit, left_out, noise.get(name)
-        taps[name] = judge(found[name], *sides, experts=experts if name in AFTER_ROUTER else None)
+        mine = found[name]
+        if name == "router.selection" and "router.choice" in found:
+            mine = ruled_out_as(mine, wanted[name], truth[name])
+        taps[name] = judge(mine, *sides, experts=experts if name in AFTER_ROUTER else None)
         if left_out is not None and valid.any() and left_out[valid].all():
             taps[name]["reason"] = "nothing was compared: at every token experts are nearly tied. Give more tokens."
         if routing and routing.compared and name == "router.choice":

@@ -35,7 +35,7 @@ from layerproof import checkpoint, nxdi_taps
 from layerproof.errors import StageError
 from layerproof.port import Stage
 from layerproof.stages import EMBED, LM_HEAD, NORM
-from layerproof.taps import check_canonical
+from layerproof.taps import check_canonical, leaving_out
 
 PARTS = {EMBED: "embed_tokens", NORM: "norm", LM_HEAD: "lm_head"}
 """Parts of a model besides its layers."""
@@ -66,7 +66,28 @@ def load(module: ModuleType, settings: Mapping[str, Any]) -> Port:
     if taken:
         raise StageError(f"port.nxdi.neuron_config: {taken[0]} is the run's. Leave it out.")
     check_canonical(settings["taps"], "port.nxdi.taps")
-    return Port(found[0], settings)
+    return Port(found[0], _config_class(found[0], list(own.values())), settings)
+
+
+def _config_class(causal_lm: Any, own: list[Any]) -> Any:
+    """The configuration class that a `NeuronXForCausalLM` names, or the one that its module, with these names, defines: who
+    builds an application with a configuration needs no `get_config_cls`.
+
+    Raises:
+        StageError: if there is none, or more than one.
+    """
+    from neuronx_distributed_inference.models.config import InferenceConfig
+
+    try:
+        return causal_lm.get_config_cls()
+    except (NotImplementedError, NameError) as error:
+        found = [one for one in own if isinstance(one, type) and issubclass(one, InferenceConfig)]
+        if len(set(found)) != 1:
+            name = causal_lm.__name__
+            raise StageError(
+                f"{causal_lm.__module__}: {name}.get_config_cls() names no configuration class ({error}). Write it."
+            ) from error
+        return found[0]
 
 
 @dataclass(frozen=True)
@@ -74,6 +95,7 @@ class Port:
     """What `port` asks of a port, answered by the `NeuronXForCausalLM` class of a modelling module."""
 
     causal_lm: Any
+    config_class: Any
     settings: Mapping[str, Any]
 
     def build(self, stage: Stage) -> nn.Module:
@@ -86,7 +108,7 @@ class Port:
             return _Part(getattr(model, PARTS[stage.name]), size)
         layer = model.layers[stage.layer]
         nxdi_taps.put_in(layer, *stage.shape, self.settings["taps"])
-        return _Layer(model, layer)
+        return _Layer(model, layer, [name for name, place in self.settings["taps"].items() if place is None])
 
     def convert(self, stage: Stage, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The stage's released tensors as the library hands them to a rank's module, in the types that these have.
@@ -113,7 +135,7 @@ class Port:
             gc.unfreeze()
         wanted = part.state_dict()
         self._refuse_codes(stage, given, wanted)
-        made = wanted | _rank_tensors(part) | given  # a buffer that is not given keeps its value
+        made = wanted | _rank_tensors(part) | given | _by_other_names(part, given)  # a buffer not given keeps its value
         own = "layer." if stage.layer is not None else "part."
         return {
             own + name.removeprefix(_prefix(stage)): made[name].to(to.dtype)
@@ -174,15 +196,10 @@ class Port:
         Raises:
             StageError: if the library does not take the configuration.
         """
-        config_class = self.causal_lm.get_config_cls()
-        neuron_config = config_class.get_neuron_config_cls()
+        neuron_config = self.config_class.get_neuron_config_cls()
         given = self._neuron_settings(stage, neuron_config)
         try:
-            config = config_class(
-                neuron_config(**given),
-                load_config=lambda config: _load_config(config, stage),
-                **self.settings["config"],
-            )
+            config = _configuration(self.config_class, neuron_config(**given), stage, self.settings["config"])
             application = self.causal_lm(str(stage.checkpoint), config)
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise StageError(
@@ -208,6 +225,15 @@ class Port:
         return settings | dict(zip(OF_THE_RUN, (*stage.shape, dtype, ranks), strict=True))
 
 
+def _configuration(of: Any, neuron_config: Any, stage: Stage, attributes: Mapping[str, Any]) -> Any:
+    """An InferenceConfig of this class as those who ship the model make it: by its own `from_pretrained`, which models that
+    are written beside the library mostly have and its own do not, or from config.json.
+    """
+    if hasattr(of, "from_pretrained"):
+        return of.from_pretrained(str(stage.checkpoint), neuron_config=neuron_config, **attributes)
+    return of(neuron_config, load_config=lambda config: _load_config(config, stage), **attributes)
+
+
 def _load_config(config: Any, stage: Stage) -> None:
     """Sets what config.json says as NxD Inference has it, also what its transformers does not know, or not any more."""
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
@@ -217,7 +243,10 @@ def _load_config(config: Any, stage: Stage) -> None:
     for key, value in stage.config.items():
         if not hasattr(config, key):
             setattr(config, key, value)
-    rope = stage.config.get("rope_parameters") or {}
+    by_kind = stage.config.get("rope_parameters") or {}
+    rope, local = (by_kind.get(f"{kind}_attention", by_kind) for kind in ("full", "sliding"))
+    if "rope_theta" in local and "rope_local_base_freq" not in stage.config and local is not rope:
+        config.rope_local_base_freq = local["rope_theta"]
     if "rope_theta" in rope and "rope_theta" not in stage.config:  # transformers 4 would take its default
         config.rope_theta = rope["rope_theta"]
         config.rope_scaling = None if rope.get("rope_type", "default") == "default" else dict(rope)
@@ -288,6 +317,15 @@ def _rank_tensors(model: Any) -> dict[str, torch.Tensor]:
     return {f"{name}.rank": rank for name, module in model.named_modules() if isinstance(module, SPMDRank)}
 
 
+def _by_other_names(model: Any, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The given tensors of modules that are part of several others, by all names that these give them: a norm that is fused
+    into the experts' kernel, the router and experts of a module for decoding alone.
+    """
+    held = model.state_dict(keep_vars=True)
+    given_as = {id(held[name]): name for name in held.keys() & given.keys()}
+    return {name: given[given_as[id(tensor)]] for name, tensor in held.items() if id(tensor) in given_as}
+
+
 class _Part(nn.Module):
     """The norm behind the last layer, or the head, whose logits end where a padded vocabulary begins."""
 
@@ -322,13 +360,13 @@ class _Embedding(nn.Module):
 
 
 class _Layer(nn.Module):
-    """One decoder layer, run by its model as if it were the only one."""
+    """One decoder layer, run by its model as if it were the only one, without the taps that are to be left out."""
 
     model: Any
 
-    def __init__(self, model: Any, layer: nn.Module) -> None:
+    def __init__(self, model: Any, layer: nn.Module, left_out: list[str]) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.left_out = layer, left_out
         self.__dict__["model"] = _run_by_itself(model, [layer])  # not as a submodule: the layer's state is the stage's
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -340,14 +378,15 @@ class _Layer(nn.Module):
             local = model._create_chunked_attn_mask_cte(kept, model.attention_chunk_size)
         elif model.sliding_window:
             local = model._create_windowed_attn_mask_cte(kept, model.sliding_window)
-        hidden, _ = model.get_model_output(
-            input_ids=kept.long(),
-            inputs_embeds=x,
-            seq_ids=torch.arange(len(x), device=x.device),
-            attention_mask=model.create_attn_mask(kept, True, False, position_ids=position_ids),
-            local_attn_mask=local,
-            position_ids=position_ids,
-            padding_mask=model.create_padding_mask(position_ids),
-            is_for_context_encoding=True,
-        )
+        with leaving_out(self.left_out):
+            hidden, _ = model.get_model_output(
+                input_ids=kept.long(),
+                inputs_embeds=x,
+                seq_ids=torch.arange(len(x), device=x.device),
+                attention_mask=model.create_attn_mask(kept, True, False, position_ids=position_ids),
+                local_attn_mask=local,
+                position_ids=position_ids,
+                padding_mask=model.create_padding_mask(position_ids),
+                is_for_context_encoding=True,
+            )
         return hidden

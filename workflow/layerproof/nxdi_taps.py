@@ -26,7 +26,7 @@ OUTPUTS = {
     "attn.out": ("self_attn.o_proj",),
     "post_attn_norm": ("post_attention_layernorm",),
     "pre_mlp_norm": ("pre_feedforward_layernorm",),
-    "router.choice": ("MLP.router[2]",),
+    "router.choice": ("MLP.router[2]", "MLP.moe.router[2]"),
     "mlp.gate": ("MLP.gate_proj",),
     "mlp.up": ("MLP.up_proj",),
     "mlp.out": ("MLP",),
@@ -41,11 +41,11 @@ MLPS = ("mlp", "feed_forward", "block_sparse_moe")
 """What MLP stands for."""
 
 
-def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str]) -> None:
-    """Has a layer hand over its taps; `more` are submodules by tap, which take the place of those of `OUTPUTS`."""
-    modules = dict(layer.named_modules())
+def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str | None]) -> None:
+    """Has a layer hand over its taps; `more` are submodules by tap in place of those of `OUTPUTS`, None for none."""
+    modules = dict(layer.named_modules(remove_duplicate=False))  # by all names of one that is part of several
     heads = _Heads.of(getattr(modules.get("self_attn"), "qkv_proj", None))
-    for name, places in (OUTPUTS | {name: (place,) for name, place in more.items()}).items():
+    for name, places in (OUTPUTS | {name: (place,) if place else () for name, place in more.items()}).items():
         spelled = dict.fromkeys(place.replace("MLP", mlp) for place in places for mlp in MLPS)
         for path, _, part in (place.removesuffix("]").partition("[") for place in spelled):
             if path in modules and not heads.has_copies_of(name):
@@ -59,7 +59,7 @@ def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str]) -> N
     if "self_attn.o_proj" in modules:
         layouts = heads.own("attn.context", _same, _same)
         modules["self_attn.o_proj"].register_forward_pre_hook(functools.partial(_context, *layouts))
-    for path, module in modules.items():
+    for path, module in layer.named_modules():
         if hasattr(module, "get_expert_affinities_masked"):
             _pass_result(module, "get_expert_affinities_masked", _of_tokens("router.weights", batch, seq))
         if path.endswith("router") and hasattr(module, "apply_activation_fn"):
@@ -190,42 +190,43 @@ def _rotated(heads: _Heads, result: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _tap_router(router: Any, batch: int, seq: int) -> None:
-    """Taps a router's logits and scores, and what it takes the top-k of. Without a correction bias that may be the logits,
-    which have the order of the scores, what a golden chooses by: then the scores stand for it.
+    """Taps a router's logits and scores, and what it takes the top-k of. Where it has scores of all experts and no bias for
+    them, that may be the logits, which have the order of the scores, what a golden chooses by: then the scores stand for it.
     """
     logits, scores, selection = (_of_tokens(f"router.{name}", batch, seq) for name in ("logits", "scores", "selection"))
     own = [*router.named_parameters(recurse=False), *router.named_buffers(recurse=False)]
-    is_biased = any("bias" in name for name, _ in own)
+    chosen_are_activated = getattr(router, "apply_act_fn_over_topk", False)
+    is_watched = chosen_are_activated or any("bias" in name for name, _ in own)
 
     def of_experts(activated: torch.Tensor) -> torch.Tensor:
-        if activated.shape[-1] != router.num_experts:  # some activate the chosen ones alone
+        if chosen_are_activated:
             return activated
         activated = scores(activated)
-        if not is_biased:
+        if not is_watched:
             selection(activated)
         return activated
 
     _pass_result(router, "get_router_logits", logits)
     _pass_result(router, "apply_activation_fn", of_experts)
-    if is_biased:
+    if is_watched:
         forward = router.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with _TopK(selection):
+            with _TopK((batch * seq, router.num_experts), selection):
                 return forward(*args, **kwargs)
 
         router.forward = watched
 
 
 class _TopK(TorchFunctionMode):
-    """Passes what a top-k is taken of through a function."""
+    """Passes what a top-k is taken of, if it is of this shape, through a function: some choose groups of experts first."""
 
-    def __init__(self, through: Show) -> None:
+    def __init__(self, shape: tuple[int, ...], through: Show) -> None:
         super().__init__()
-        self.through = through
+        self.shape, self.through = shape, through
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in (torch.topk, torch.Tensor.topk) and args:
+        if func in (torch.topk, torch.Tensor.topk) and args and args[0].shape == self.shape:
             args = (self.through(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
 

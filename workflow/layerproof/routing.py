@@ -117,7 +117,8 @@ def compare_choices(
     if port is None or unknown or golden_selection is None or truth_selection is None:
         return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, nothing, 0.0, 0.0)
     selection = _values(truth_selection)
-    error = (_values(golden_selection) - selection)[valid]
+    with np.errstate(invalid="ignore"):  # two that are ruled out
+        error = (_values(golden_selection) - selection)[valid]
     error = error[np.isfinite(error)]
     noise = FLIP_SIGMAS * float(np.sqrt(2.0 * np.mean(np.square(error)))) if error.size else 0.0
     experts = selection.shape[-1]
@@ -140,6 +141,17 @@ def compare_choices(
         noise_margin=noise,
         largest_margin=float(margins.max(initial=0.0)),
     )
+
+
+def ruled_out_as(port: Tensor, golden: Tensor, truth: Tensor) -> Tensor:
+    """The port's selection values with -Inf where golden and truth rule an expert out by it, as DeepSeek-V3's groups do: a
+    port may give these any low number, such as the release's 0. Whether it was low enough is told by the choice.
+    """
+    if port.shape != golden.shape or {port.kind, golden.kind} != {"float"}:
+        return port
+    mine = _values(port)
+    ruled_out = np.isneginf(_values(golden)) & np.isneginf(_values(truth)) & np.isfinite(mine)
+    return Tensor(np.where(ruled_out, -np.inf, mine).astype(np.float32), "float32") if ruled_out.any() else port
 
 
 def flips(choice: Tensor, truth: Tensor) -> np.ndarray:

@@ -8,9 +8,9 @@ made it. On a lazy device the collected tensors become extra outputs of the grap
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from layerproof.errors import StageError
@@ -108,8 +108,11 @@ class _Run:
     edits: Mapping[str, Edit]
     until: str
     collected: dict[str, torch.Tensor] = field(default_factory=dict)
+    left_out: Container[str] = ()
 
     def hand_over(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in self.left_out:
+            return tensor
         if name in self.edits:
             tensor = self.edits[name](tensor, {**self.collected, **self.forced})
         self.collected[name] = tensor
@@ -175,6 +178,17 @@ def collecting(
     token = _run.set(run)
     try:
         yield run.collected
+    finally:
+        _run.reset(token)
+
+
+@contextlib.contextmanager
+def leaving_out(names: Container[str]) -> Iterator[None]:
+    """What runs inside the block does not hand these taps over."""
+    run = _run.get()
+    token = _run.set(run and replace(run, left_out=names))
+    try:
+        yield
     finally:
         _run.reset(token)
 

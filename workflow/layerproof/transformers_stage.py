@@ -39,6 +39,8 @@ MODULE_TAPS = {
     "post_feedforward_layernorm": "post_mlp_norm",
 }
 """Modules of a transformers decoder layer whose output is a canonical tap."""
+PROJECTION = "self_attn.o_proj"
+"""The one whose input is the context; where it has another name, the attention function's result is."""
 
 
 def run_stage(
@@ -153,7 +155,10 @@ def _add_taps(
     for path, name in MODULE_TAPS.items():
         if path in modules:
             stack.enter_context(hooked(modules[path].register_forward_hook(_module_tap(name, shape))))
-    stack.enter_context(_attention_taps(attention))
+    projection = modules.get(PROJECTION)
+    if projection is not None:
+        stack.enter_context(hooked(projection.register_forward_pre_hook(_context_tap(shape))))
+    stack.enter_context(_attention_taps(attention, has_context=projection is None))
     experts = modules.get("mlp.experts")
     router = modules.get("mlp.gate") or modules.get("mlp.router")
     if experts is not None and router is not None:
@@ -167,6 +172,15 @@ def _module_tap(name: str, shape: torch.Size) -> Callable:
         dims = (1, 1) if tensor.shape[:2] == shape else (1, 2)
         tensor = _tap_moved(name, tensor, *dims)
         return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
+
+    return hook
+
+
+def _context_tap(shape: torch.Size) -> Callable:
+    """What the output projection gets: some models gate or norm first what the attention function gives."""
+
+    def hook(module: nn.Module, args: tuple) -> tuple:
+        return (_tap_viewed("attn.context", args[0], shape), *args[1:])
 
     return hook
 
@@ -186,8 +200,10 @@ def _tap_viewed(name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Ten
 
 
 @contextlib.contextmanager
-def _attention_taps(wrap: Callable[[Callable], Callable] | None) -> Iterator[None]:
-    """Taps rotated q and k and the context where transformers calls the attention function, whichever it is."""
+def _attention_taps(wrap: Callable[[Callable], Callable] | None, has_context: bool) -> Iterator[None]:
+    """Taps rotated q and k where transformers calls the attention function, whichever it is; and if it is asked, its result
+    as the context.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def tapped(original: Callable | None) -> Callable:
@@ -196,7 +212,9 @@ def _attention_taps(wrap: Callable[[Callable], Callable] | None) -> Iterator[Non
             function = wrap(function) if wrap else function
             query, key = _tap_moved("attn.q_rot", query, 1, 2), _tap_moved("attn.k_rot", key, 1, 2)
             context, weights = function(module, query, key, *args, **kwargs)
-            return _tap_viewed("attn.context", context, context.shape[:2]), weights
+            if has_context:
+                context = _tap_viewed("attn.context", context, context.shape[:2])
+            return context, weights
 
         return attention
 

@@ -103,6 +103,10 @@ class NeuronBaseForCausalLM:
         prefill.neuron_config.is_prefill_stage = True
         self.context_encoding_model = ModelWrapper(prefill, self._model_cls, {})
 
+    @classmethod
+    def get_config_cls(cls):
+        raise NotImplementedError("get_config_cls is not implemented")
+
     @staticmethod
     def convert_hf_to_neuron_state_dict(state_dict, config):
         return state_dict
