@@ -85,7 +85,11 @@ MORE = {
     "llama4_text": {"num_hidden_layers": 2, "intermediate_size_mlp": 96, "num_local_experts": 4},
     "gemma2": {"num_hidden_layers": 2, "sliding_window": 6},
     "glm4": {"num_hidden_layers": 2},
-    "cohere2": {"num_hidden_layers": 4, "sliding_window": 6},
+    "cohere2": {
+        "num_hidden_layers": 4,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "phi": {"num_hidden_layers": 2},
     "gpt_neox": {"num_hidden_layers": 2},
 }

@@ -77,6 +77,15 @@ def logits_softcap_dropped(stage: GoldenStage) -> None:
     stage.set(stage.config, "final_logit_softcapping", None)
 
 
+@fault("logits_scale_dropped", "the logits without their scale", "out")
+def logits_scale_dropped(stage: GoldenStage) -> None:
+    _at_end(stage, "lm_head")
+    scale = getattr(stage.config, "logit_scale", None) or 1 / getattr(stage.config, "logits_scaling", 1)
+    if scale == 1:
+        raise NotApplicable("the logits have no scale")
+    stage.edit("out", lambda out, seen: out / scale)
+
+
 @fault("final_norm_twice", "the norm behind the last layer applied again", "out", slow=True)
 def final_norm_twice(stage: GoldenStage) -> None:
     from layerproof.transformers_stage import stage_module

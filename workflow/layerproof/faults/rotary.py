@@ -80,6 +80,7 @@ def before_rotation(tap: str, rotated: torch.Tensor, seen: Seen, normed: bool = 
 def rotate_by(stage: GoldenStage, tap: str, change: Callable[[Rotation], Rotation | None]) -> None:
     """Has the tap turned by a changed rotation, after what other faults changed of it; None turns nothing."""
     others = stage.made.setdefault(tap, [])
+    is_first = not others
     rotation = others[-1] if others else rotation_of(stage)
     changed = rotation and change(rotation)
     others.append(changed)
@@ -90,6 +91,8 @@ def rotate_by(stage: GoldenStage, tap: str, change: Callable[[Rotation], Rotatio
 
     def edit(rotated: torch.Tensor, seen: Seen) -> torch.Tensor:
         before = before_rotation(tap, rotated, seen)
+        if is_first and torch.equal(before, rotated):
+            raise NotApplicable("the layer turns nothing")
         return before if changed is None else changed(before)
 
     stage.edit(tap, edit)
@@ -135,6 +138,24 @@ def rope_sign(stage: GoldenStage, tap: str) -> None:
 @fault("rope_dropped", "left the rotation out", *ROTATED)
 def rope_dropped(stage: GoldenStage, tap: str) -> None:
     rotate_by(stage, tap, lambda r: None)
+
+
+def _added(text: str, interleaved: bool) -> None:
+    @fault("rope_added", f"{text} of dims turned in a layer that turns none", *ROTATED)
+    def rope_added(stage: GoldenStage, tap: str) -> None:
+        rotation = replace(rotation_of(stage), interleaved=interleaved)
+
+        def edit(rotated: torch.Tensor, seen: Seen) -> torch.Tensor:
+            before = before_rotation(tap, rotated, seen)
+            if not torch.equal(before, rotated):
+                raise NotApplicable("the layer has a rotary embedding")
+            return rotation(before)
+
+        stage.edit(tap, edit)
+
+
+_added("the two halves", interleaved=False)
+_added("interleaved pairs", interleaved=True)
 
 
 @fault("rope_wrong_end", "the last dims of the head turned, not the first", *ROTATED)
