@@ -108,7 +108,7 @@ FP8 = {
         "tie_word_embeddings": False,
     }
 }
-"""In the FP8 form of the release, with matrices of several blocks."""
+"""In the FP8 form of the release, with matrices of several blocks and routers in fp32."""
 
 
 def save(name: str, directory: Path, seed: int = 0, shard_size: str = "100KB") -> None:
@@ -121,6 +121,10 @@ def save(name: str, directory: Path, seed: int = 0, shard_size: str = "100KB") -
             if tensor.is_floating_point():
                 scale = 0.3 if any(part in parameter for part in ("norm", "bias", "sinks")) else 0.08
                 tensor.add_(torch.randn_like(tensor) * scale)
-    model.to(torch.bfloat16).save_pretrained(directory, max_shard_size=shard_size)
+    model.to(torch.bfloat16)
+    if name in FP8:
+        for layer in model.model.layers:
+            layer.mlp.gate.float()
+    model.save_pretrained(directory, max_shard_size=shard_size)
     if name in FP8:
         fp8.quantize_checkpoint(directory)

@@ -68,7 +68,33 @@ def _load(directory: Path, settings: Mapping[str, Any]) -> PreTrainedModel:
             f"config.yaml: golden.device_map: {settings['device_map']}: the whole model cannot be loaded so ({message}). "
             "Correct device_map, max_memory or offload_folder, or write golden.mode: streamed."
         ) from error
+    _keep_dtypes(model)
     return model.eval()
+
+
+def _keep_dtypes(model: PreTrainedModel) -> None:
+    """Has offloaded parameters come back in the dtype in which transformers laid them down.
+
+    accelerate casts each to that of the parameter that stands for it, which has the model's dtype also where a checkpoint's
+    own is kept, as of modules that FP8 leaves out.
+    """
+    for prefix, module in model.named_modules():
+        weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        dataset = getattr(weights, "dataset", None)
+        if dataset is None:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            key = f"{prefix}.{name}"
+            laid_down = dataset.index.get(key, {})
+            if key in dataset.state_dict:
+                dtype = dataset.state_dict[key].dtype
+            elif laid_down.get("weight_name") == key:  # else it is still where it was, and has to be cast
+                dtype = getattr(torch, laid_down["dtype"])
+            else:
+                continue
+            if parameter.is_meta and parameter.dtype != dtype:
+                kept = torch.empty_like(parameter, dtype=dtype)
+                setattr(module, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
 
 
 def device_of(model: PreTrainedModel, stage: str) -> torch.device:
