@@ -350,7 +350,14 @@ def test_codes_without_their_scales_are_no_weights(minimax, monkeypatch, tmp_pat
         ({"config": {"mistake": "x"}, "neuron_config": {"router_config": 3}}, "does not take the configuration"),
         ({"neuron_config": {"sequence_parallel_enabled": True}}, "sequence_parallel_enabled"),
         ({"neuron_config": {"tp_degree": 32}}, "port.nxdi.neuron_config: tp_degree is the run's. Leave it out"),
-        ({"causal_lm": "NeuronOther"}, "has none for NeuronOther. Name one class in port.nxdi.causal_lm"),
+        (
+            {"causal_lm": "NeuronOther"},
+            r"minimax_m2.py: has no class for NeuronOther\. .*; its classes are .*NeuronMiniMaxM2ForCausalLM",
+        ),
+        (
+            {"taps": {"attn.q_norm": "self_attn.q_layernrm"}},
+            r"no layer has a submodule self_attn\.q_layernrm.* self_attn\.q_norm",
+        ),
         ({"taps": {"attn.x": "self_attn"}}, 'port.nxdi.taps: "attn.x" is not a canonical tap'),
         ({"config": {"num_local_experts": 9}}, r"cannot convert the checkpoint \(KeyError: .*experts.8"),
     ],

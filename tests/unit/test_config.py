@@ -113,6 +113,11 @@ def test_without_chains_fewer_layers_have_none():
     assert list(config.resolve(raw).chains) == ["all"]
 
 
+def test_gpus_may_be_numbers_as_accelerate_spells_them():
+    limits = config.resolve(changed(golden__max_memory={0: "1.5GiB", "cpu": "800MB"})).resolved["golden"]["max_memory"]
+    assert limits == {"0": "1.5GiB", "cpu": "800MB"}
+
+
 def test_a_chain_may_be_one_layer():
     assert config.resolve(changed(chains=["3"])).chains == {"3": ("layer_003",)}
 
@@ -147,6 +152,12 @@ WRONG = {
     "section that is a list": (changed(golden=[1]), ["golden: [1] must be object"]),
     "section that is empty": (changed(golden=None), ["golden: None must be object"]),
     "no mapping at all": (changed(chains="all"), ["chains: 'all' must be array"]),
+    "a size that is none": (changed(golden__max_memory={"cpu": "lots"}), ["golden.max_memory.cpu: 'lots'", "70GiB"]),
+    "a device that is none": (
+        changed(golden__max_memory={"gpu": "1GB"}),
+        ["golden.max_memory: 'gpu'", "number of a GPU"],
+    ),
+    "a map that is none": (changed(golden__device_map="nowhere"), ["golden.device_map: 'nowhere'", "balanced_low_0"]),
     "enum": (changed(golden__dtype="fp16"), ["golden.dtype: 'fp16'", "bfloat16, float16."]),
     "enum with null": (
         changed(golden__attn_implementation="flash"),

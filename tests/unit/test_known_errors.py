@@ -41,11 +41,16 @@ RECORDED = {
         "number of ranks that the message names"
     ),
     "AssertionError: num_key_value_heads (8) is not divisible by the tensor parallel degree": "divide the heads",
+    "AssertionError: Q weight of shape 24 should be divisible by tp_degree.": "divide the heads",
+    "AssertionError: num_heads (12) must be divisible by num_kv_heads (5)": "divide the heads",
+    "ValueError: Unsupported I_size 1536 for tp degree 32. Per rank I_size 48 must be divisible by 512": "divide the heads",
     "ValueError: hidden_size 65 is not divisible by 4": None,
     "ImportError: flash_attn.so: undefined symbol: _ZN3c104cuda": None,
     "NewConnectionError: Failed to establish a new connection: [Errno 111] Connection refused": None,
     "No module named 'neuronx_distributed_inference.models.foo'": None,
     "[ERROR] DGE: descriptor generation failed": "moe_tp_degree",
+    "DGE requires at least 32 elements per partition": "moe_tp_degree",
+    "dma descriptor DGE: partition size 24 < 32": "moe_tp_degree",
     "neuronx-cc compile --internal-enable-dge-levels vector_dynamic_offsets": None,
     "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x5 and 6x7)": None,
 }

@@ -22,7 +22,7 @@ NO_DRIVER = (
 )
 GOLDEN = {"device": "auto", "mode": "streamed"}
 WHOLE = {"device": "cpu", "mode": "whole", "device_map": "auto", "max_memory": None, "offload_folder": None}
-PREDICTION = {"golden": 8 * GIB, "port": 8 * GIB, "whole": 430 * GIB, "files": 3 * GIB}
+PREDICTION = {"golden": 8 * GIB, "port": 8 * GIB, "whole": 430 * GIB, "files": 3 * GIB, "stages": {}}
 
 
 def statuses(checks):
@@ -153,6 +153,77 @@ def test_a_gpu_that_torch_does_not_see_is_warned_of_and_one_asked_for_fails(monk
     assert check.status == "fail" and "nvidia-smi has 1" in check.text
     (check,) = golden_device(GOLDEN | {"device": "cpu"})
     assert check.status == "ok"
+
+
+def test_a_gpu_that_is_not_there_fails(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    gpus = [Gpu("A", 80 * GIB, 0, "550")] * 2
+    for golden in (WHOLE | {"device_map": "cuda:2"}, WHOLE | {"device_map": {"lm_head": 0, "model": 2}}):
+        (check,) = preflight.check_golden_device(golden, None, gpus, "")
+        assert (check.status, check.text) == ("fail", "golden.device_map names GPU 2, and there are 2, from 0 on")
+    assert statuses(preflight.check_golden_device(WHOLE | {"device_map": "cuda:1"}, None, gpus, "")) == {"device": "ok"}
+
+
+def test_a_limit_that_leaves_weights_without_a_place_fails(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    prediction = PREDICTION | {"stages": {stage: {"weights": {"golden": 5 * GIB}} for stage in ("embed", "norm")}}
+    golden = WHOLE | {"max_memory": {"cpu": "9GiB"}}
+    check = preflight.check_whole_memory(golden, prediction, 900 * GIB, [])
+    assert check.status == "fail" and "golden.max_memory leaves the host 9GiB" in check.text
+    for enough in (golden | {"max_memory": {"cpu": "10GiB"}}, golden | {"offload_folder": "left"}):
+        assert preflight.check_whole_memory(enough, prediction, 900 * GIB, []).status == "ok"
+
+
+def test_nvidia_smi_is_asked_for_what_cuda_may_use(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\ncase "$*" in *--id=1*) echo "B, 10, 1, 550";; *) echo "A, 9, 1, 550"; echo "B, 10, 1, 550";; esac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [gpu.name for gpu in preflight._gpus()[0]] == ["A", "B"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.name for gpu in preflight._gpus()[0]] == ["B"]
+    tool.write_text('#!/bin/sh\necho " "\nexit 9\n')
+    assert preflight._gpus() == ([], "")
+
+
+def test_the_limit_of_a_group_above_counts(tmp_path):
+    def group(name, limit, used, cache=0):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
+
+    group("slurm", 100, 60, cache=20)
+    group("slurm/job", "max", 30)
+    (tmp_path / "memory.stat").write_text("anon 1\n")
+    assert list(preflight.left_in_groups("0::/slurm/job\n", tmp_path)) == [60]
+    group("slurm/job", 40, 30)
+    assert list(preflight.left_in_groups("1:cpu:/\n0::/slurm/job\n", tmp_path)) == [10, 60]
+    assert not list(preflight.left_in_groups("4:memory:/user\n", tmp_path)), "version 1 says nothing"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        (1, {}),
+        (8, {}),
+        (3, {"heads": "48 query heads and 8 key/value heads on 3 ranks"}),
+        (48, {}),
+        (64, {"heads": "on 64 ranks", "intermediate size": "1536 / 64 ranks = 24 of each expert, below 32"}),
+        (5, {"heads": "on 5 ranks", "intermediate size": "1536 is not divisible by 5 ranks"}),
+    ],
+)
+def test_ranks_are_held_against_the_models_sizes(ranks, told):
+    sizes = {"num_attention_heads": 48, "num_key_value_heads": 8, "intermediate_size": 1536, "num_local_experts": 256}
+    found = {check.name: check for check in preflight.check_sharding(sizes, ranks)}
+    assert found.keys() == told.keys() and {check.status for check in found.values()} <= {"warn"}
+    assert all(text in found[name].text for name, text in told.items())
+    dense = {check.name for check in preflight.check_sharding(sizes | {"num_local_experts": None}, 64)}
+    assert dense == {"heads"}
 
 
 def test_a_driver_that_does_not_answer_is_quoted(monkeypatch, tmp_path):

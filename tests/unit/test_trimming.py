@@ -128,6 +128,8 @@ def test_a_damaged_file_is_told_from_a_full_disk(whole):
 def test_a_job_that_reads_all_has_trimmed_files_made_again(whole, tmp_path):
     trimming.require_whole([whole, tmp_path / "none.h5"])
     trimming.trim(whole)
-    with pytest.raises(UserError, match=r"layer_000.h5: held only outputs.*all taps are needed again. Run again."):
+    with pytest.raises(
+        UserError, match=r"layer_000.h5: held only outputs.*was removed: all taps are needed again. Run again."
+    ):
         trimming.require_whole([whole])
     assert not whole.exists()

@@ -94,6 +94,7 @@ def resolve(raw: Mapping[str, Any]) -> Config:
     if str(resolved.get("layers", "all")) != "all":
         resolved.setdefault("chains", [])  # of the default chain, all, some stages are left out
     _fill_defaults(resolved, schema)
+    _name_gpus(resolved)
     _check_schema(resolved, schema)
     _check_plain(resolved)
     resolved["model"]["checkpoint"] = os.path.normpath(resolved["model"]["checkpoint"])
@@ -160,10 +161,20 @@ def _fill_defaults(values: Any, schema: Mapping[str, Any]) -> None:
             _fill_defaults(values[key], part)
 
 
+def _name_gpus(values: dict[str, Any]) -> None:
+    """Takes the numbers of GPUs in golden.max_memory as accelerate spells them, `0: 70GiB`, which in JSON are text."""
+    golden = values.get("golden")
+    if isinstance(golden, dict) and isinstance(golden.get("max_memory"), dict):
+        golden["max_memory"] = {
+            str(name) if type(name) is int else name: most for name, most in golden["max_memory"].items()
+        }
+
+
 def _check_schema(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     validator = jsonschema.Draft202012Validator(schema)
-    for error in sorted(validator.iter_errors(values), key=lambda error: list(map(str, error.absolute_path))):
-        raise UserError(f"config.yaml: {_explain(error)}")
+    errors = sorted(validator.iter_errors(values), key=lambda error: list(map(str, error.absolute_path)))
+    if errors:
+        raise UserError(f"config.yaml: {_explain(errors[0])}")
 
 
 def _explain(error: jsonschema.ValidationError) -> str:

@@ -66,14 +66,15 @@ KNOWN = (
         "Collectives do not run on so many cores of this instance. Take a number of ranks that the message names.",
     ),
     (
-        r"(num_key_value_heads|num_attention_heads|kv_heads|tp_degree|tensor.parallel).{0,80}divisible",
+        r"(num_key_value_heads|num_attention_heads|num_heads|kv_heads|tp.degree|tensor.parallel).{0,80}divisible"
+        r"|divisible by.{0,20}(tp.degree|tensor.parallel|num_kv_heads)|[QKV] weight of shape .{0,40}divisible",
         "The tensor parallel degree does not divide the heads, the key/value heads or the intermediate size. Take "
         "one that divides all of them, or one that is a multiple of the key/value heads, of which NxD Inference "
         "makes copies.",
     ),
     (
-        r"\bDGE\b.{0,80}(fail|limit|unsupported|not supported)|(fail|limit|unsupported"
-        r"|not supported).{0,80}\bDGE\b",
+        r"\bDGE\b.{0,80}(fail|limit|unsupported|not supported|require|at least|partition size|< ?32)"
+        r"|(fail|limit|unsupported|not supported).{0,80}\bDGE\b",
         "Neuron's descriptor generation fails for slices that are too small: of experts, where intermediate size / "
         "tensor parallel degree is below 32. Take a smaller degree for the experts (moe_tp_degree) and more expert "
         "parallelism (moe_ep_degree).",

@@ -241,6 +241,8 @@ def describe_stages(
         except StageError as error:
             damaged[shard] = str(error)
     index = directory / INDEX
+    if damaged and not index.exists():
+        raise UserError(damaged[SINGLE])
     expected: dict[str, str] = read_json(index)["weight_map"] if index.exists() else dict.fromkeys(found, SINGLE)
     model = meta_model(directory, trust_remote_code)
     by_stage, unused = assign_stages(model, sorted({*expected, *found}))

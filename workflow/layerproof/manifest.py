@@ -235,7 +235,8 @@ def _archive_problems(path: Path) -> list[str]:
             problems += [f"added: {name}" for name in sorted(present - wanted.keys())]
             for name in sorted(present & wanted.keys()):
                 try:
-                    same = hashlib.sha256(file.read(name)).hexdigest() == wanted[name]["sha256"]
+                    with file.open(name) as content:
+                        same = hashlib.file_digest(content, "sha256").hexdigest() == wanted[name]["sha256"]  # pyright: ignore[reportArgumentType]
                 except (zipfile.BadZipFile, zlib.error):
                     same = False
                 problems += [] if same else [f"changed: {name}"]

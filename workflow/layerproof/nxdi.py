@@ -48,7 +48,7 @@ def load(module: ModuleType, settings: Mapping[str, Any]) -> Port:
     """The port that a modelling module defines; `settings` are the config's `port.nxdi`.
 
     Raises:
-        StageError: if the module has not the class that everything hangs on, or more than one.
+        StageError: if the module lacks the class that names the others, or has more than one.
     """
     from neuronx_distributed.parallel_layers import parallel_state
 
@@ -59,9 +59,12 @@ def load(module: ModuleType, settings: Mapping[str, Any]) -> Port:
     fitting = [name for name in own if LANGUAGE_MODEL.fullmatch(name)] if named is None else [named]
     found = list(dict.fromkeys(vars(module)[name] for name in fitting if isinstance(vars(module).get(name), type)))
     if len(found) != 1:
-        names = ", ".join(one.__name__ for one in found) or "none"
-        looked_for = named or LANGUAGE_MODEL.pattern
-        raise StageError(f"{module.__name__}: has {names} for {looked_for}. Name one class in port.nxdi.causal_lm.")
+        names = ", ".join(one.__name__ for one in found) or "no class"
+        there = ", ".join(name for name, one in own.items() if isinstance(one, type)) or "none"
+        raise StageError(
+            f"{module.__file__}: has {names} for {named or LANGUAGE_MODEL.pattern}. Name one class in port.nxdi.causal_lm; "
+            f"its classes are {there}."
+        )
     taken = [name for name in OF_THE_RUN if name in settings["neuron_config"]]
     if taken:
         raise StageError(f"port.nxdi.neuron_config: {taken[0]} is the run's. Leave it out.")
@@ -106,6 +109,7 @@ class Port:
         if stage.layer is None:
             size = model.config.vocab_size if stage.name == LM_HEAD else model.config.hidden_size
             return _Part(getattr(model, PARTS[stage.name]), size)
+        nxdi_taps.check_places(model.layers, self.settings["taps"])
         layer = model.layers[stage.layer]
         nxdi_taps.put_in(layer, *stage.shape, self.settings["taps"])
         return _Layer(model, layer, [name for name, place in self.settings["taps"].items() if place is None])

@@ -5,8 +5,9 @@ They are put in when a layer is built. Outside of a run that collects taps they 
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from layerproof.errors import StageError
 from layerproof.taps import Show, tap_as
 
 OUTPUTS = {
@@ -39,6 +41,19 @@ KEYS = ("attn.k", "attn.v")
 """What names of taps of key and value heads begin with."""
 MLPS = ("mlp", "feed_forward", "block_sparse_moe")
 """What MLP stands for."""
+
+
+def check_places(layers: Iterable[nn.Module], places: Mapping[str, str | None]) -> None:
+    """Checks that each submodule that the config names for a tap is in some layer: layers of other kinds may lack it.
+
+    Raises:
+        StageError: if one is in none; names those that are most like it.
+    """
+    names = {name for layer in layers for name, _ in layer.named_modules(remove_duplicate=False)}
+    for tap, place in places.items():
+        if place and place.partition("[")[0] not in names:
+            near = ", ".join(difflib.get_close_matches(place, names, n=3, cutoff=0)) or "none"
+            raise StageError(f"port.nxdi.taps: {tap}: no layer has a submodule {place}. Name one, such as {near}.")
 
 
 def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str | None]) -> None:

@@ -34,13 +34,8 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 IMPORTS = 1 << 30
 """Bytes that a process takes for its imports, more than was measured (`make bench`)."""
 LIBRARIES = {
-    "golden": (
-        "torch",
-        "transformers",
-        "accelerate",
-        "safetensors",
-        "h5py",
-    ),  # accelerate: for FP8, and the whole model
+    # accelerate: for FP8, and the whole model
+    "golden": ("torch", "transformers", "accelerate", "safetensors", "h5py"),
     "port": ("torch", "torch-xla", "safetensors", "h5py"),
     "neuron": ("torch-neuronx", "libneuronxla", "neuronx-cc"),
 }
@@ -48,6 +43,8 @@ STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """Of accelerate: they fill GPUs and leave the rest to the host. Other maps place everything as they are written."""
 NEURON_TOOLS, NEURON_LIBRARIES = "/opt/aws/neuron/bin", "/opt/aws/neuron/lib"
 NEURON_DRIVER = Path("/sys/module/neuron/version")
+SMALLEST_SLICE = 32
+"""Of an expert's intermediate size on a rank, below which Neuron's descriptor generation (DGE) fails."""
 COMPILE_CACHE = "/var/tmp/neuron-compile-cache"
 """Where Neuron's compiler keeps what it compiled unless it is told otherwise."""
 
@@ -95,8 +92,10 @@ def check_side(
     whether memory and disk suffice.
     """
     check_host = check_golden_host if side == "golden" else check_port_host
+    sharded = () if side == "golden" else check_sharding(checkpoint.read_config(directory), config["parallel"]["tp"])
     return [
         *check_host(config, prediction, _available_memory()),
+        *sharded,
         check_disk(results, prediction, shutil.disk_usage(_existing(results)).free),
         check_checkpoint(directory),
     ]
@@ -122,6 +121,8 @@ def check_port_host(config: Mapping[str, Any], prediction: Mapping[str, Any] | N
     device = os.environ.get("PJRT_DEVICE", "CPU") if port["device"] == "auto" else port["device"]
     on_neuron = device == "NEURON" or port["compile"] == "neuron"
     yield from check_libraries("port", on_neuron, _installed, _required)
+    if not on_neuron:
+        yield Check("device", OK, f"XLA's {device}, by {'PJRT_DEVICE' if port['device'] == 'auto' else 'port.device'}")
     if port["backend"] == "nxdi":
         yield from check_nxdi(find_spec)
     if on_neuron:
@@ -140,7 +141,7 @@ def check_libraries(
     versions = {name: installed(name) for name in names}
     missing = [name for name, version in versions.items() if version is None]
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
-    remedy = f"Run make setup, or run in the {side} container (containers/README.md)."
+    remedy = f"Run in the {side} container (containers/README.md), or activate the environment that has them."
     if missing:
         yield Check("libraries", FAIL, f"{', '.join(missing)} not installed here; {found or 'nothing else'} is", remedy)
     else:
@@ -212,7 +213,8 @@ def check_golden_device(
         yield Check("device", OK, f"the CPU, as golden.{key} says")
         return
     seen = torch.cuda.is_available()
-    if not seen and any(_gpu_number(place) is not None for place in places):
+    numbers = [number for place in places if (number := _gpu_number(place)) is not None]
+    if not seen and numbers:
         found = f"nvidia-smi has {len(gpus)}, torch {torch.__version__} sees none" if gpus else problem
         yield Check("device", FAIL, f"no CUDA device: {found}", f"Run on a GPU host, or write golden.{key}: cpu.")
     elif not seen and gpus:
@@ -222,6 +224,9 @@ def check_golden_device(
         )
     elif not seen:
         yield Check("device", OK, "the CPU; there is no GPU")
+    elif gpus and max(numbers, default=0) >= len(gpus):
+        text = f"golden.{key} names GPU {max(numbers)}, and there are {len(gpus)}, from 0 on"
+        yield Check("device", FAIL, text, f"Correct golden.{key}, or CUDA_VISIBLE_DEVICES.")
     else:
         names = ", ".join(f"{gpu.name} with {size(gpu.free)} free" for gpu in gpus) or "one that torch sees"
         yield Check("device", OK, f"{names}; driver {gpus[0].driver if gpus else 'unknown'}")
@@ -292,12 +297,13 @@ def _room(golden: Mapping[str, Any], gpus: Sequence[Gpu]) -> list[int]:
 
 
 def _gpus() -> tuple[list[Gpu], str]:
-    """GPUs by nvidia-smi, or why there are none."""
-    query = "--query-gpu=name,memory.total,memory.used,driver_version"
-    code, output = _run("nvidia-smi", query, "--format=csv,noheader,nounits")
+    """GPUs by nvidia-smi, of those that CUDA may use, or why there are none."""
+    query = ["--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    code, output = _run("nvidia-smi", *query, *([f"--id={visible}"] if visible else []))
     if code is None:
         return [], "nvidia-smi is not here"
-    return (parse_nvidia_smi(output), "") if code == 0 else ([], output.strip().splitlines()[0] if output else "")
+    return (parse_nvidia_smi(output), "") if code == 0 else ([], " ".join(output.split("\n", 1)[0].split()))
 
 
 def parse_nvidia_smi(text: str) -> list[Gpu]:
@@ -320,6 +326,30 @@ def check_neuron(prediction: Mapping[str, Any] | None, environment: Mapping[str,
     yield from check_neuron_ls(code, output, prediction, environment, ranks)
     yield check_runtime()
     yield check_compile_cache(environment)
+
+
+def check_sharding(model: Mapping[str, Any], ranks: int) -> Iterator[Check]:
+    """Whether tensor parallelism of so many ranks fits the model's sizes; `model` is config.json.
+
+    Of experts Neuron generates descriptors for slices of at least SMALLEST_SLICE (docs/nxdi.md).
+    """
+    text = model.get("text_config") or model
+    queries = text.get("num_attention_heads")
+    inner = text.get("moe_intermediate_size") or text.get("intermediate_size")
+    is_moe = any(text.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    if ranks == 1 or not queries:
+        return
+    keys = text.get("num_key_value_heads") or queries
+    remedy = "Write a parallel.tp that divides all of them, or a multiple of the key/value heads."
+    if queries % ranks or (keys % ranks and ranks % keys):
+        said = f"{queries} query heads and {keys} key/value heads on {ranks} ranks"
+        yield Check("heads", WARN, f"{said}: the port has to pad or copy heads", remedy)
+    if inner and inner % ranks:
+        yield Check("intermediate size", WARN, f"{inner} is not divisible by {ranks} ranks", remedy)
+    elif inner and is_moe and inner // ranks < SMALLEST_SLICE:
+        slices = f"{inner} / {ranks} ranks = {inner // ranks} of each expert, below {SMALLEST_SLICE}"
+        remedy = "Take a smaller degree for the experts (moe_tp_degree) and more expert parallelism (moe_ep_degree)."
+        yield Check("intermediate size", WARN, f"{slices}: too small for Neuron's DGE", remedy)
 
 
 def check_driver() -> Check:
@@ -457,6 +487,15 @@ def check_whole_memory(
     on_gpus = sum(_room(golden, gpus)) if torch.cuda.is_available() else 0
     needed = max(0, prediction["whole"] - on_gpus) + IMPORTS
     text = f"the whole model is foretold to take {size(needed)} of {size(available)} available on the host"
+    limit = (golden["max_memory"] or {}).get("cpu")
+    if limit is not None and golden["device_map"] in STRATEGIES:
+        from accelerate.utils import convert_file_size_to_int
+
+        allowed = convert_file_size_to_int(limit)
+        left = max(0, sum(stage["weights"]["golden"] for stage in prediction["stages"].values()) - on_gpus)
+        if left > allowed and not golden["offload_folder"]:
+            text = f"{size(left)} of weights have no place on GPUs, and golden.max_memory leaves the host {limit}"
+            return Check("memory", FAIL, text, "Give golden.offload_folder a folder, or a larger golden.max_memory.")
     if needed <= available:
         return Check("memory", OK, text)
     if golden["offload_folder"]:
@@ -465,13 +504,30 @@ def check_whole_memory(
 
 
 def _available_memory() -> int:
-    """Bytes that a process may still take: of the host, or of the control group that a scheduler put it in."""
-    host = psutil.virtual_memory().available
+    """Bytes that a process may still take: of the host, or of a control group that a scheduler put it in."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        return min(host, int(limit)) if limit.isdigit() else host
+        membership = Path("/proc/self/cgroup").read_text(encoding="ascii")
     except OSError:
-        return host
+        membership = ""
+    return min([psutil.virtual_memory().available, *left_in_groups(membership, Path("/sys/fs/cgroup"))])
+
+
+def left_in_groups(membership: str, root: Path) -> Iterator[int]:
+    """Bytes that the control group of a process, and each one above it, leaves it; what the kernel would take back counts
+    as left. `membership` is /proc/PID/cgroup, `root` where control groups of version 2 are mounted.
+    """
+    own = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), None)
+    if own is None:
+        return
+    folder = root / own.strip("/")
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(root):
+            return
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no limit is `max`; the first group has none
+            limit = int((group / "memory.max").read_text(encoding="ascii"))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            used = int((group / "memory.current").read_text(encoding="ascii")) - int(stat["inactive_file"])
+            yield max(0, limit - used)
 
 
 def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -> Check:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from layerproof import metrics, report_audit, surroundings
@@ -84,7 +85,7 @@ def render(
         chains=chains,
         audit=report_audit.section(audit, trimmed),
         limit=limit,
-        config=as_yaml(config),
+        config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         preflights=preflights,
         origin=_origin(),
         surroundings=_surroundings(preflights, spec),
@@ -754,25 +755,6 @@ def share(value: float | None) -> str:
 def brackets(index: Sequence[int]) -> str:
     """An index of a tensor, as `[0,17,3]`."""
     return f"[{','.join(map(str, index))}]"
-
-
-def as_yaml(value: Any, indent: str = "") -> str:
-    """A resolved config as YAML would have it."""
-    lines = []
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            lines += [f"{indent}{key}:", as_yaml(item, indent + "  ")]
-        else:
-            lines.append(f"{indent}{key}: {_scalar(item)}")
-    return "\n".join(lines)
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, list):
-        return f"[{', '.join(map(_scalar, value))}]"
-    return "{}" if value == {} else str(value)
 
 
 def _stopped(sentence: str) -> str:

@@ -101,14 +101,15 @@ def unpack(stored: Path, outputs: Sequence[Path]) -> Record:
 
 
 def check(stored: Path, own: Own, spec: Mapping[str, Any]) -> None:
-    """Whether the golden of a stage was made from what this host has, by the code it has; `spec` is its own job's.
+    """Checks that the golden of a stage was made from what this host has, by the code it has; `spec` is its own job's.
 
     Raises:
         UserError: if something is different: what, and what to do.
     """
     with _opened(stored) as file:
         record, weights = _record(file, stored), json.loads(file.read(WEIGHTS))
-    for problem in _differences(record, weights, own, spec):
+    problem = next(_differences(record, weights, own, spec), None)
+    if problem:
         raise UserError(f"{spec['storage']}/{spec['stage']}.zip: {problem}")
 
 

@@ -93,10 +93,11 @@ def make(
     Raises:
         UserError: if the input is unusable or the checkpoint has no tokenizer.
     """
-    pad_id = config.get("pad_token_id") or 0
+    vocabulary = (config.get("text_config") or config).get("vocab_size") or config["vocab_size"]
+    pad_id = config.get("pad_token_id")
+    pad_id = pad_id if pad_id in range(vocabulary) else 0  # some have none, or -1
     texts: list[str] = []
     if token_ids is not None:
-        vocabulary = (config.get("text_config") or config).get("vocab_size") or config["vocab_size"]
         rows = read_token_ids(token_ids, vocabulary)
     else:
         assert prompts is not None  # the schema demands one of the two
@@ -113,7 +114,7 @@ def make(
         rows = [tokenizer(text)["input_ids"] for text in texts]
         if not all(rows):
             raise UserError(f"{prompts}: the tokenizer makes no token of prompt {rows.index([]) + 1}. Remove it.")
-        if tokenizer.pad_token_id is not None:
+        if tokenizer.pad_token_id in range(vocabulary):
             pad_id = tokenizer.pad_token_id
     for number, row in enumerate(rows, start=1):
         if len(row) > max_tokens:

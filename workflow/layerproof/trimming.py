@@ -99,7 +99,9 @@ def require_whole(paths: Iterable[Path]) -> None:
         path.unlink()
     if trimmed:
         names = ", ".join(map(str, trimmed))
-        raise UserError(f"{names}: held only outputs (compare.taps: auto), and all taps are needed again. Run again.")
+        raise UserError(
+            f"{names}: held only outputs (compare.taps: auto) and was removed: all taps are needed again. Run again."
+        )
 
 
 def _parsed(path: Path, block: bytes) -> Trimmed | None:

@@ -118,6 +118,8 @@ def gate(path: Path) -> int:
     """
     try:
         verdicts = read_json(path)
+        if verdicts["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {verdicts['schema_version']}")
         overall, culprit = verdicts["overall"], verdicts["first_culprit"]
         stages = ranges(list(verdicts["stages"]))
         wrong = [
@@ -125,11 +127,10 @@ def gate(path: Path) -> int:
         ]
         culprits = [f"first culprit {culprit['stage']} {culprit['tap']}"] if culprit else []
         blame = "".join(f", {one}" for one in [*culprits, *wrong])
-        if verdicts["schema_version"] != SCHEMA_VERSION or overall not in GATE_EXIT:
-            raise KeyError("schema_version")
+        code = GATE_EXIT[overall]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: is no verdicts.json of schema {SCHEMA_VERSION} ({error}). Run snakemake again."
         ) from None
     print(f"{path}: {overall}{blame} ({stages})")
-    return GATE_EXIT[overall]
+    return code

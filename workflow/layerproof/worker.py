@@ -208,9 +208,10 @@ def _fork(
 
 def _clear(address: Path) -> None:
     """Removes a server's socket, and with the last one of its folder the folder."""
-    address.unlink()
-    if not any(path.is_socket() for path in address.parent.iterdir()):
-        shutil.rmtree(address.parent, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # another server that ends just now was faster
+        address.unlink()
+        if not any(path.is_socket() for path in address.parent.iterdir()):
+            shutil.rmtree(address.parent, ignore_errors=True)
 
 
 def _accept(listening: socket.socket, runners: list[_Runner]) -> socket.socket | None:

@@ -56,6 +56,7 @@ BISECTED = stages.first_run(STAGES, CONFIG.num_layers)
 PACKAGES = package_versions()
 CONTAINERS = SETTINGS["containers"]
 TAKES_GOLDEN = SETTINGS["golden"]["mode"] == "stored"
+GOLDEN_RULE = {"stored": "take_golden", "whole": "golden_whole"}.get(SETTINGS["golden"]["mode"], "golden_stage")
 STORES_GOLDEN = SETTINGS["golden"]["storage"] and not TAKES_GOLDEN
 IN_CONTAINERS = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method
 
@@ -202,7 +203,8 @@ def chain_stamps(chain):
 
 
 def golden_stamp_files(wildcards):
-    return [stamp_file(f"results/golden/{stage}.h5", golden_spec(stage=stage)) for stage in GOLDEN]
+    specs = {stage: golden_stage_spec(SimpleNamespace(stage=stage)) for stage in GOLDEN}
+    return [stamp_file(f"results/golden/{stage}.h5", settings) for stage, settings in specs.items()]
 
 
 def golden_stamps(wildcards):

@@ -82,7 +82,7 @@ rule bisect:
         tokens=rules.tokens.output.tokens,
         config=CONFIG_JSON,
         previous=previous_golden(BISECTED[0]),
-        stamp=lambda wildcards: stamp_file("results/bisect.json", port_spec(stages=BISECTED)),
+        stamp=lambda wildcards: stamp_file("results/bisect.json", bisect_spec(wildcards)),
     output:
         bisection=update("results/bisect.json"),
         record=update("results/records/bisect.json"),
@@ -97,7 +97,7 @@ rule bisect:
         mem_mb=memory_of("port", lambda wildcards: BISECTED, at_once=True),
         runtime=time_of("port", lambda wildcards: BISECTED * (1 + len(BISECTED).bit_length()), start=60),
     params:
-        spec=lambda wildcards: port_spec(stages=BISECTED, left_out=[stage for stage in STAGES if stage not in BISECTED]),
+        spec=bisect_spec,
         stamp=lambda wildcards: stamp("bisect", "results/bisect.json"),
     shell:
         "python -m layerproof bisect {output.bisection:q} --golden {input.golden:q} --noise {input.noise:q}"

@@ -8,7 +8,11 @@ if CHECKPOINT == DEFAULT_CHECKPOINT:
     CHECKPOINT_FILES = [f"{CHECKPOINT}/{name}" for name in tiny.FILES]
 else:
     CHECKPOINT_FILES = [str(path) for path in sorted(Path(CHECKPOINT).iterdir()) if path.is_file()]
-WEIGHT_FILES = [name for name in CHECKPOINT_FILES if name.endswith((".safetensors", ".index.json", "config.json"))]
+WEIGHT_FILES = [
+    name
+    for name in CHECKPOINT_FILES
+    if name.endswith((".safetensors", ".safetensors.index.json")) or name == CONFIG_JSON
+]
 TOKENIZER_FILES = [
     name
     for name in CHECKPOINT_FILES

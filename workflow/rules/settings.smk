@@ -102,6 +102,10 @@ def force_stage_spec(wildcards):
     return port_spec()
 
 
+def bisect_spec(wildcards):
+    return port_spec(stages=BISECTED, left_out=[stage for stage in STAGES if stage not in BISECTED])
+
+
 def compare_stage_spec(wildcards):
     return spec("cpu", "numpy", "numba", "h5py", stage=wildcards.stage, limit=SETTINGS["compare"]["limit"])
 
@@ -178,7 +182,7 @@ def will_run(folder, stage):
     """Whether the golden, port or comparison of a stage has to run, for all that is known before any job ran."""
     wildcards = SimpleNamespace(stage=stage)
     rule_name, settings, ending = {
-        "golden": ("take_golden" if TAKES_GOLDEN else "golden_stage", golden_stage_spec, "h5"),
+        "golden": (GOLDEN_RULE, golden_stage_spec, "h5"),
         "port": ("port_stage", port_stage_spec, "h5"),
         "compare": ("compare_stage", compare_stage_spec, "json"),
     }[folder]
