@@ -43,7 +43,8 @@ def main(directory: Path) -> None:
     ids = Path(settings["inputs"]["token_ids"])
     tokens.make(results / "tokens.json", model, checkpoint.read_config(model), None, ids, 4096, False)
     prompts = tokens.Tokens.read(results / "tokens.json")
-    foretold = prediction.predict(model, descriptions, prompts, settings | trust)
+    asked = settings | trust | {"compared": stages, "before": [], "chains": {}}
+    foretold = prediction.predict(model, descriptions, prompts, asked)
     runner = port.Runner.start(model, prompts, settings["port"] | trust)
     comparisons, files = [], {side: {} for side in ("golden", "noise", "port", "plots")}
     for stage in stages:

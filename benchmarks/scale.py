@@ -76,7 +76,9 @@ def predict(directory: Path, length: int) -> dict[str, Any]:
         for stage in all_stages(FULL["num_hidden_layers"])
     }
     sides = {"golden": {"dtype": "bfloat16"}, "port": {"dtype": "bfloat16", "backend": "xla"}}
-    return prediction.predict(directory, descriptions, pad([[7] * length], 0), {**sides, "trust_remote_code": False})
+    stages = list(descriptions)
+    run = {"trust_remote_code": False, "compared": stages, "before": [], "chains": dict.fromkeys(stages, 1)}
+    return prediction.predict(directory, descriptions, pad([[7] * length], 0), sides | run)
 
 
 def products(length: int) -> float:

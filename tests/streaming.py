@@ -8,7 +8,7 @@ SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False}
 TOKENS = pad([list(range(3, 23)), [5, 9, 2, 40, 41], [7] * 12], pad_id=0)
 
 
-def stream(directory, results, whole=None, tokens=TOKENS):
+def stream(directory, results, whole=None, tokens=TOKENS, compared=None):
     """Every stage by the golden's jobs, as the workflow calls them."""
     layers = checkpoint.num_layers(checkpoint.read_config(directory))
     stages = all_stages(layers)
@@ -24,7 +24,7 @@ def stream(directory, results, whole=None, tokens=TOKENS):
             *before,
             results / f"{stage}.h5",
             results / f"{stage}.noise.h5",
-            SETTINGS | {"compared": stages},
+            SETTINGS | {"compared": stages if compared is None else compared},
             whole,
         )
     return stages

@@ -20,7 +20,8 @@ LONG = pad([list(range(3, 80)) * 6, [5, 9, 2, 40, 41]], pad_id=0)
 def predicted(directory, tokens, **asked):
     stages = all_stages(checkpoint.num_layers(checkpoint.read_config(directory)))
     descriptions, _ = loading.describe_stages(directory, stages, trust_remote_code=False)
-    return prediction.predict(directory, descriptions, tokens, ASKED | asked), descriptions
+    run = {"compared": stages, "before": [], "chains": dict.fromkeys(stages, 1)}
+    return prediction.predict(directory, descriptions, tokens, ASKED | run | asked), descriptions
 
 
 def stored(path):
@@ -66,6 +67,19 @@ def test_weights_and_files_are_exact(model_type, tmp_path):
     for path in files:
         trimming.trim(path)
     assert foretold["stages"][stage]["kept"] == sum(map(stored, files))
+
+
+def test_disk_is_that_of_the_stages_which_run(tmp_path):
+    save("minimax_m2", tmp_path / "model")
+    whole, _ = predicted(tmp_path / "model", LONG)
+    assert whole["files"] == sum(one["files"] for one in whole["stages"].values())
+    assert whole["kept"] == sum(one["kept"] for one in whole["stages"].values())
+    some, _ = predicted(tmp_path / "model", LONG, compared=["layer_001"], before=["embed", "layer_000"], chains={})
+    two, _ = predicted(tmp_path / "model", LONG, compared=["layer_001"], before=[], chains={"layer_001": 2})
+    stream(tmp_path / "model", tmp_path, tokens=LONG, compared=["layer_001"])
+    only_out = sum(stored(tmp_path / f"{stage}.h5") for stage in ("embed", "layer_000"))
+    assert some["files"] - two["files"] == only_out - 2 * whole["stages"]["layer_001"]["kept"] // 5
+    assert some["stages"] == whole["stages"]
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -408,8 +408,12 @@ def test_memory_and_disk(tmp_path):
     assert preflight.check_memory("golden", None, 0).status == "ok"
     assert preflight.check_disk(tmp_path, PREDICTION, 3 * GIB).status == "ok"
     assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "fail"
-    with open(tmp_path / "layer.h5", "wb") as file:
-        file.truncate(GIB)
+    for folder in ("forced", "golden"):
+        (tmp_path / folder).mkdir()
+        with open(tmp_path / folder / "layer.h5", "wb") as file:
+            file.truncate(GIB)
+        if folder == "forced":
+            assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "fail", "of which nothing was foretold"
     assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "ok", "what is there needs no room"
 
 

@@ -63,6 +63,15 @@ def test_sources(convert, sources):
         (lambda w: w["a"].T, True),
         (lambda w: w["a"].t().contiguous(), True),
         (lambda w: w["a"].mT.T, False),
+        (lambda w: w["a"].transpose(dim0=0, dim1=1), True),
+        (lambda w: torch.permute(w["a"], dims=(1, 0)), True),
+        (lambda w: torch.movedim(w["a"], 0, 1), True),
+        (lambda w: w["a"].moveaxis(0, 1).clone(), True),
+        (lambda w: torch.einsum("ij->ji", w["a"]), True),
+        (lambda w: w["a"].as_strided((4, 4), (1, 4)), True),
+        (lambda w: w["a"][:, ::2], False),
+        (lambda w: w["a"].unsqueeze(-1), False),
+        (lambda w: w["a"].view(torch.int16), False),
         (lambda w: w["a"].transpose(-1, 0).bfloat16(), True),
         (lambda w: w["a"].permute(1, 0), True),
         (lambda w: torch.permute(w["a"], (0, 1)), False),
@@ -74,6 +83,26 @@ def test_sources(convert, sources):
 def test_transposition(convert, transposed):
     sources, found = traced(convert)
     assert sources and found == transposed
+
+
+@pytest.mark.parametrize(
+    ("convert", "constant"),
+    [
+        (lambda w: torch.ones_like(w["a"]), True),
+        (lambda w: 1 / torch.arange(0, 4, 2).float(), True),
+        (lambda w: w["a"].new_ones(3).to(torch.bfloat16), True),
+        (lambda w: w["a"] * 0, False),
+        (lambda w: torch.from_numpy(w["a"].numpy().copy()), False),
+        (lambda w: torch.tensor(w["a"].tolist()) + 1, False),
+        (lambda w: torch.empty(4, 4).copy_(w["a"]), False),
+        (lambda w: (made := torch.empty(4, 4), made.numpy().fill(3))[0], False),
+    ],
+)
+def test_what_is_made_of_nothing_on_disk(convert, constant):
+    tracing = Tracing()
+    with tracing:
+        made = convert(Watched({"a": A.clone()}, tracing))
+    assert tracing.is_constant(made) == constant
 
 
 def test_memory_that_is_used_again_has_no_past():

@@ -68,6 +68,18 @@ EVERYTHING = {
 }
 
 
+def test_tokens_read_every_file_of_the_tokenizer(tmp_path):
+    """Those whose names end like the model's own, too."""
+    workflow = dense_and_moe(tmp_path)
+    (tmp_path / "model/tokenizer_config.json").write_text("{}")
+    planned = workflow.run("-n", target="results/tokens.json results/weights/embed.json").text
+    tokens, weights = (
+        next(part for part in planned.split("rule ") if part.startswith(f"{name}:")) for name in ("tokens", "weights")
+    )
+    assert "model/tokenizer_config.json" in tokens and "model/config.json" in tokens
+    assert "tokenizer_config" not in weights and "model/config.json" in weights
+
+
 @pytest.fixture(scope="module")
 def workflow(tmp_path_factory):
     directory = tmp_path_factory.mktemp("invalidation")

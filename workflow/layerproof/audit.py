@@ -39,6 +39,7 @@ class Parameter:
     of: tuple[str, ...]
     transposed: bool
     initial: bool
+    constant: bool
 
     @property
     def count(self) -> int:
@@ -94,9 +95,7 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
         return result
     held = {name: one["dtype"] for name, one in golden.items()}
     parameters = [
-        Parameter(
-            name, entry["dtype"], tuple(entry["shape"]), tuple(entry["of"]), entry["transposed"], entry["initial"]
-        )
+        Parameter(name, **entry | {"shape": tuple(entry["shape"]), "of": tuple(entry["of"])})
         for name, entry in conversion["parameters"].items()
     ]
     ranks = conversion.get("ranks", 1)
@@ -160,7 +159,10 @@ class _Books:
         initial = [one.name for one in self.parameters if one.initial]
         if initial:
             yield "initial", f"{_names(initial)}: as build() left it; nothing on disk went into it."
-        unknown = [one.name for one in self.parameters if not one.of and not one.initial]
+        constant = [one.name for one in self.parameters if one.constant and not one.initial]
+        if constant:
+            yield "origin", f"{_names(constant)}: made by convert() of nothing on disk."
+        unknown = [one.name for one in self.parameters if not (one.of or one.initial or one.constant)]
         if unknown:
             yield "origin", f"{_names(unknown)}: cannot be followed to a tensor on disk through convert()."
         elif lost:  # what cannot be followed may be in a parameter whose origin is not known

@@ -384,8 +384,8 @@ class _Ready:
     `others` makes inputs of the same shapes, to trace it on. Its kind, and how its weights were converted.
 
     `conversion` is JSON: `reads`, how often each tensor on disk was read; and by parameter of the stage its `dtype`,
-    `shape`, the names on disk that it is made `of`, whether it is `transposed`, and whether it is `initial`, as `build`
-    left it.
+    `shape`, the names on disk that it is made `of`, whether it is `transposed`, whether it is `initial`, as `build` left it,
+    and whether it is `constant`, made by `convert` of nothing on disk.
     """
 
     module: nn.Module
@@ -455,12 +455,13 @@ def _described(tensor: torch.Tensor, tracing: provenance.Tracing, built: torch.T
     sources = tracing.sources(tensor)
     alike = built is not None and (built.device, built.dtype) == (tensor.device, tensor.dtype)
     is_initial = not sources and alike and torch.equal(cast("torch.Tensor", built).detach(), tensor)
-    return _entry(tensor, sources) | {"transposed": tracing.is_transposed(tensor), "initial": is_initial}
+    how = {"transposed": tracing.is_transposed(tensor), "initial": is_initial, "constant": tracing.is_constant(tensor)}
+    return _entry(tensor, sources) | how
 
 
 def _entry(tensor: torch.Tensor, sources: Iterable[str]) -> dict[str, Any]:
     held = {"dtype": tensors.dtype_name(tensor), "shape": list(tensor.shape)}
-    return held | {"of": sorted(sources), "transposed": False, "initial": False}
+    return held | {"of": sorted(sources), "transposed": False, "initial": False, "constant": False}
 
 
 def _prepare_transformers(job: _Job) -> _Ready:

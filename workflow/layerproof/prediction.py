@@ -56,10 +56,11 @@ def predict(
 ) -> dict[str, Any]:
     """Bytes by stage and of the run, without what a process takes for its imports.
 
-    `settings` are the resolved config's `golden` and `port`, and `trust_remote_code`. Of each stage: `weights` by side, the
+    `settings` are the resolved config's `golden` and `port`, `trust_remote_code`, the stages that are `compared` and those
+    `before` them whose golden alone runs, and how many `chains` run a stage, by stage. Of each stage: `weights` by side, the
     peak of its `golden` and its `port` job, and `files`, its tensors in results/ with one chain, of which `kept` are those
     that stay with `compare.taps: auto` if it passes. Of the run: the largest job of each side, the `whole` golden in one
-    process, all `files`, what is `kept` if all pass, and the `machines` that have the memory.
+    process, all `files` of the stages that it runs, what is `kept` if all pass, and the `machines` that have the memory.
 
     Raises:
         UserError: as `loading.meta_model` does.
@@ -75,6 +76,7 @@ def predict(
     ported = model(port_dtype, STATIC_EXPERTS if settings["port"]["backend"] == "transformers" else ONE_EXPERT)
     known: dict[Any, list[Activations]] = {}
     stages = {}
+    files = kept = 0
     for stage, description in descriptions.items():
         if "error" in description:
             continue
@@ -103,6 +105,13 @@ def predict(
             "files": run.taps + truth.taps + port.taps + port.out,
             "kept": run.out + truth.out + 2 * port.out,
         }
+        if stage in settings["compared"]:
+            chained = settings["chains"].get(stage, 0) * port.out
+            files += run.taps + truth.taps + port.taps + chained
+            kept += run.out + truth.out + port.out + chained
+        elif stage in settings["before"]:
+            files += run.out
+            kept += run.out
     whole = sum(one["weights"]["golden"] for one in stages.values())
     beside = max((one["golden"] - one["weights"]["golden"] for one in stages.values()), default=0)
     prediction = {
@@ -111,8 +120,8 @@ def predict(
         "golden": max((one["golden"] for one in stages.values()), default=0),
         "port": max((one["port"] for one in stages.values()), default=0),
         "whole": whole + beside,
-        "files": sum(one["files"] for one in stages.values()),
-        "kept": sum(one["kept"] for one in stages.values()),
+        "files": files,
+        "kept": kept,
     }
     return prediction | {"machines": machines(prediction)}
 

@@ -15,17 +15,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+ENTERING = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack", "from_file", "load")
+"""Functions of torch that take numbers from elsewhere."""
+LEAVING = ("numpy", "__array__", "__dlpack__", "data_ptr")
+"""Those by which others may write into a tensor."""
+
 
 class Tracing(TorchFunctionMode):
     """Follows tensors of `Watched` weights through torch's functions inside its `with` block.
 
-    Sources belong to a storage, since a view or a parameter of it holds the same numbers; the transposition to a tensor.
+    Sources belong to a storage, since a view or a parameter of it holds the same numbers; the transposition to a tensor, and
+    so does whether it is constant: made by torch of nothing that was read.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[int, tuple[weakref.ref[torch.UntypedStorage], set[str]]] = {}
         self._transposed = WeakTensorKeyDictionary()
+        self._constant = WeakTensorKeyDictionary()
 
     def sources(self, tensor: torch.Tensor) -> set[str]:
         """Names on disk of what went into a tensor on the CPU; empty if nothing did or its way was lost."""
@@ -38,6 +45,10 @@ class Tracing(TorchFunctionMode):
     def is_transposed(self, tensor: torch.Tensor) -> bool:
         """Whether what went into a tensor has its last dimension elsewhere in it than on disk."""
         return bool(self._transposed.get(tensor, False))
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is known to hold nothing that was read, as ones and ranges do."""
+        return not self.sources(tensor) and tensor in self._constant
 
     def add(self, tensor: torch.Tensor, sources: Iterable[str], transposed: bool = False) -> None:
         """Notes what went into a tensor, besides what did already."""
@@ -53,16 +64,22 @@ class Tracing(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = _name(func)
+        name, given = _name(func), _tensors((args, kwargs))
         if name.endswith("_like") or name.startswith("new_"):
-            return result  # of the tensor only its shape goes in
-        read = [one for one in _tensors((args, kwargs)) if self.sources(one)]
+            given = []  # of the tensor only its shape goes in
+        if name in LEAVING:
+            for tensor in given:
+                self._constant.pop(tensor, None)
+        read = [one for one in given if self.sources(one)]
         if not read:
+            if name not in ENTERING and all(one in self._constant for one in given):
+                self._constant.update(dict.fromkeys(_tensors(result), True))
             return result
         sources = set().union(*map(self.sources, read))
-        transposed = any(map(self.is_transposed, read)) != _moves_last(name, args)
+        transposed = any(map(self.is_transposed, read))
         for made in _tensors(result):
-            self.add(made, sources, transposed)
+            seen = [self.is_transposed(one) != _moves_last(one, made) for one in read if _is_view(one, made)]
+            self.add(made, sources, any(seen) if seen else transposed)
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             for written in (args[0], args[0]._base):
                 if isinstance(written, torch.Tensor):
@@ -103,12 +120,14 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _moves_last(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a function puts another dimension last."""
-    if name in ("t", "T", "mT", "H", "mH", "adjoint"):
-        return True
-    dims = [dim for dim in tree_leaves(args[1:]) if isinstance(dim, int)]
-    last = args[0].ndim - 1 if args and isinstance(args[0], torch.Tensor) else 0
-    if name in ("transpose", "swapaxes", "swapdims") and len(dims) == 2:
-        return dims[0] % (last + 1) != dims[1] % (last + 1) and last in {dim % (last + 1) for dim in dims}
-    return name == "permute" and bool(dims) and dims[-1] % (last + 1) != last
+def _is_view(tensor: torch.Tensor, made: torch.Tensor) -> bool:
+    return made.device.type == "cpu" and tensor.untyped_storage()._cdata == made.untyped_storage()._cdata
+
+
+def _moves_last(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether the last dimension of a tensor is another one of a view of it, however that was made: by its stride."""
+    sizes = [dim for dim, size in enumerate(view.shape) if size > 1]
+    if tensor.ndim < 2 or tensor.shape[-1] == 1 or len(sizes) < 2:
+        return False
+    found = [dim for dim in sizes if view.stride(dim) == tensor.stride(-1)]
+    return bool(found) and found[-1] != sizes[-1]

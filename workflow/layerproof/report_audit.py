@@ -19,7 +19,7 @@ def section(audit: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]) -> d
             "Golden, largest stage": size(run["golden"]),
             "Golden, whole model in one process": size(run["whole"]),
             "Port, largest stage": size(run["port"]),
-            "Tensors of all stages in results/": size(run["files"]),
+            "Tensors of this run in results/": size(run["files"]),
             "Of these kept with compare.taps: auto, if all stages pass": size(run["kept"]),
             **_dropped([one for stage in trimmed for one in stage["files"].values()]),
         },

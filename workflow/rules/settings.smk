@@ -145,6 +145,9 @@ def predict_spec(wildcards):
         trust_remote_code=SETTINGS["model"]["trust_remote_code"],
         golden={"dtype": SETTINGS["golden"]["dtype"]},
         port={key: SETTINGS["port"][key] for key in ("dtype", "backend")},
+        compared=STAGES,
+        before=[stage for stage in GOLDEN if stage not in STAGES],
+        chains={stage: sum(stage in members for members in CHAINS.values()) for stage in STAGES},
     )
 
 
