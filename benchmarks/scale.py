@@ -1,13 +1,15 @@
 """The whole MiniMax-M2 on paper: what `results/prediction.json` says of all 62 layers, in bf16, by length of the prompt; and
 how long a run would take on machines that were not here, and cost.
 
-The time of a layer is that of reading its weights, at the speed of the machine's disk; of putting them into a model and of
+The time of a stage is that of reading its weights, at the speed of the machine's disk; of putting them into a model and of
 the work on its taps, both measured here on one core (the first of a golden, for either side); of its matrix products, at
-EFFICIENCY of what the device's vendor says; and JOBS. Machines differ and prices change: MACHINES is the place for yours.
+EFFICIENCY of what the device's vendor says; and JOBS. The port has each stage alone and in the chain of all. The golden's
+side also takes the digests of all weights, once. Machines differ and prices change: MACHINES is the place for yours.
 """
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import time
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from layerproof import loading, prediction, tensors
 from layerproof.files import write_json
 from layerproof.metrics import compare
 from layerproof.noise import noise_of_taps
-from layerproof.stages import all_stages
+from layerproof.stages import LM_HEAD, all_stages, layer_of
 from layerproof.tokens import pad
 from layerproof.variants import VARIANTS
 from measure import Result, seconds
@@ -34,7 +36,9 @@ PLACED = CONFIG | {"num_local_experts": 16}
 EFFICIENCY = 0.3
 """Of a device's peak, in products as large as these."""
 JOBS = 3.0
-"""Seconds that Snakemake and the processes take for all jobs of a stage (benchmarks/overhead.py), rounded up."""
+"""Seconds that Snakemake and the processes take for all jobs of a stage on one side (benchmarks/overhead.py), rounded up."""
+DIGESTED = 1 << 28
+"""Bytes by which the speed of digests is measured."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,27 @@ class Machine:
     hour: float
 
 
-# Peaks by NVIDIA's data sheets (dense) and the Neuron documentation (a trn2 chip's 667 TFLOP/s over 8 cores). One NVMe disk
+# Peaks by NVIDIA's data sheets (dense) and the Neuron documentation (a trn2 chip's 667 TFLOP/s over 4 logical cores of two
+# physical ones each, as prediction.py counts them; a quarter of it in fp32). One NVMe disk
 # is taken for 3 GB/s, eight for 8. Prices of AWS's Capacity Blocks in US East (Ohio): of January 2025, of trn2 of May 2026.
 MACHINES = {
     "golden": (
         Machine("1 x H100, an eighth of p5.48xlarge", 989e12, 67e12, 3e9, 4.916),
         Machine("8 x A100, p4d.24xlarge, one in use", 312e12, 19.5e12, 8e9, 14.75),
     ),
-    "port": (Machine("trn2.48xlarge, one core in use", 83e12, 21e12, 8e9, 35.7608),),
+    "port": (Machine("trn2.48xlarge, one logical core in use", 167e12, 42e12, 8e9, 35.7608),),
 }
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds on one core of this machine: by element of `taps` for each side, and by byte of weights for `placing` them in
+    a model and for their `digests`.
+    """
+
+    taps: dict[str, float]
+    placing: float
+    digests: float
 
 
 def predict(directory: Path, length: int) -> dict[str, Any]:
@@ -81,14 +97,16 @@ def predict(directory: Path, length: int) -> dict[str, Any]:
     return prediction.predict(directory, descriptions, pad([[7] * length], 0), sides | run)
 
 
-def products(length: int) -> float:
-    """Floating-point operations of one run of a layer on a prompt: of weights by tokens, and of the attention's scores."""
+def products(stage: str, length: int, experts: int) -> float:
+    """Floating-point operations of one run of a stage on a prompt, with so many experts a token: of weights by tokens, and
+    of the attention's scores.
+    """
     hidden, inner, head = (FULL[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
+    if layer_of(stage) is None:
+        return 2.0 * length * hidden * FULL["vocab_size"] if stage == LM_HEAD else 0.0
     queries, keys = (FULL[key] * head for key in ("num_attention_heads", "num_key_value_heads"))
-    weights = 2 * hidden * (queries + keys) + hidden * (
-        3 * inner * FULL["num_experts_per_tok"] + FULL["num_local_experts"]
-    )
-    return 2 * length * weights + 4 * queries * length**2
+    weights = 2 * hidden * (queries + keys) + hidden * (3 * inner * experts + FULL["num_local_experts"])
+    return 2.0 * length * weights + 4.0 * queries * length**2
 
 
 def seconds_by_element() -> dict[str, float]:
@@ -132,31 +150,54 @@ def seconds_by_byte() -> float:
         return seconds(place, time.process_time) / size
 
 
-def hours(found: dict[str, Any], length: int, by_element: dict[str, float], by_byte: float) -> list[Result]:
+def seconds_by_byte_digested() -> float:
+    """What the digest of weights that are in memory takes, on one core of this machine, by byte."""
+    data = bytearray(DIGESTED)
+    return seconds(lambda: hashlib.sha256(data).digest(), time.process_time) / DIGESTED
+
+
+def seconds_of_stage(
+    stage: str, side: str, machine: Machine, found: dict[str, Any], length: int, speeds: Speeds
+) -> dict[str, float]:
+    """By what they are spent on; `found` is what the prediction says of the stage."""
+    output = found["kept"] / 10  # elements; in bf16 of the golden, the port and a chain, in fp32 of the truth
+    elements = (found["files"] - 2 * output) / 8  # of all taps, without the chain
+    if side == "golden":
+        # Itself, its variants, and what strays along the noise; the truth. Of its experts those that tokens go to.
+        flops = products(stage, length, FULL["num_experts_per_tok"])
+        compute = (2 + len(VARIANTS)) * flops / machine.bf16 + flops / machine.fp32
+        loads = 1
+    else:
+        # With taps and without, and in the chain. The shipped port has each token go through all experts.
+        compute = 3 * products(stage, length, FULL["num_local_experts"]) / machine.bf16
+        loads = 2
+        elements += output
+    return {
+        "reading": loads * found["weights"][side] / machine.disk,
+        "placing": loads * found["weights"][side] * speeds.placing,
+        "products": compute / EFFICIENCY,
+        "taps": elements * speeds.taps[side],
+        "jobs": loads * JOBS,
+    }
+
+
+def hours(found: dict[str, Any], length: int, speeds: Speeds) -> list[Result]:
     """Time and cost of one side of the run on each machine."""
     results = []
-    layers = FULL["num_hidden_layers"]
-    layer = found["stages"]["layer_000"]
-    output = layer["kept"] / 10  # elements; in bf16 of the golden, the port and a chain, in fp32 of the truth
-    elements = (layer["files"] - 2 * output) / 8  # of all taps, without the chain
+    weights = sum(stage["weights"]["golden"] for stage in found["stages"].values())
     for side, machines in MACHINES.items():
         for machine in machines:
-            # The golden, its variants and what strays along the noise; the port with taps and without.
-            runs = 2 + len(VARIANTS) if side == "golden" else 2
-            compute = runs * products(length) / (EFFICIENCY * machine.bf16)
-            compute += products(length) / (EFFICIENCY * machine.fp32) if side == "golden" else 0.0
-            parts = {
-                "reading": layer["weights"][side] / machine.disk,
-                "placing": layer["weights"][side] * by_byte,
-                "products": compute,
-                "taps": elements * by_element[side],
-                "jobs": JOBS,
-            }
-            said = ", ".join(f"{part} {value:.1f} s" for part, value in parts.items())
-            total = layers * sum(parts.values()) / 3600
+            total: dict[str, float] = {}
+            for stage, of_stage in found["stages"].items():
+                for part, value in seconds_of_stage(stage, side, machine, of_stage, length, speeds).items():
+                    total[part] = total.get(part, 0.0) + value
+            if side == "golden":
+                total["digests"] = weights * (1 / machine.disk + speeds.digests)
+            said = ", ".join(f"{part} {value / 60:.1f} min" for part, value in total.items())
+            time_h = sum(total.values()) / 3600
             name = f"62 layers, 1 x {length} tokens: {side}, {machine.name}"
-            results.append(Result(name, total, "hours", f"a layer: {said}"))
-            results.append(Result(f"{name}: cost", total * machine.hour, "US dollars", f"{machine.hour} an hour"))
+            results.append(Result(name, time_h, "hours", said))
+            results.append(Result(f"{name}: cost", time_h * machine.hour, "US dollars", f"{machine.hour} an hour"))
     return results
 
 
@@ -167,8 +208,9 @@ def run() -> list[Result]:
     by_element = seconds_by_element()
     for side, of_one in by_element.items():
         results.append(Result(f"work on taps, {side}", of_one * 1e9, "ns an element", "one core of this machine"))
-    by_byte = seconds_by_byte()
-    results.append(Result("putting weights into a model", by_byte * 1e9, "s a GB", "one core of this machine"))
+    speeds = Speeds(by_element, seconds_by_byte(), seconds_by_byte_digested())
+    results.append(Result("putting weights into a model", speeds.placing * 1e9, "s a GB", "one core of this machine"))
+    results.append(Result("digest of weights", speeds.digests * 1e9, "s a GB", "one core of this machine"))
     for length in LENGTHS:
         with tempfile.TemporaryDirectory(prefix="layerproof-scale-") as directory:
             found = predict(Path(directory), length)
@@ -189,5 +231,5 @@ def run() -> list[Result]:
             name = f"62 layers, 1 x {length} tokens: {machine['side']}, whole model on {machine['machine']}"
             fits = "which it fits" if machine["whole"] else "more than it has"
             results.append(Result(name, machine["devices"], "devices", fits))
-        results += hours(found, length, by_element, by_byte)
+        results += hours(found, length, speeds)
     return results

@@ -17,7 +17,7 @@ comparer.SHAPE, scale.LENGTHS, storage.TOKENS = (1, 8, 32), (4,), 8
 storage.CONFIG = storage.CONFIG | dict(
     hidden_size=64, intermediate_size=32, head_dim=16, num_attention_heads=4, num_key_value_heads=2, rotary_dim=8
 )
-scale.PLACED = storage.CONFIG
+scale.PLACED, scale.DIGESTED = storage.CONFIG, 1 << 20
 run.main()
 """
 
