@@ -3,5 +3,6 @@
 set -euo pipefail
 package=$(mktemp --suffix .deb)
 aws s3 cp s3://BUCKET/apptainer.deb "$package"
-apt-get update -qq
-DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package"
+export DEBIAN_FRONTEND=noninteractive
+apt-get -o DPkg::Lock::Timeout=600 update -qq # the system updates itself when it starts
+apt-get -o DPkg::Lock::Timeout=600 install -y -qq "$package"

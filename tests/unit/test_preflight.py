@@ -189,6 +189,19 @@ def test_nvidia_smi_is_asked_for_what_cuda_may_use(monkeypatch, tmp_path):
     assert preflight._gpus() == ([], "")
 
 
+def test_slurm_must_answer(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/nowhere")
+    with pytest.raises(UserError, match=r"sinfo: is not here, so there is no Slurm\. Run on a login node"):
+        preflight.require_slurm()
+    tool = tmp_path / "sinfo"
+    tool.write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
+    tool.chmod(0o755)
+    with pytest.raises(UserError, match=r"Slurm does not answer \(Unable to contact slurm controller\)"):
+        preflight.require_slurm()
+    tool.write_text("#!/bin/sh\necho cpu up\n")
+    preflight.require_slurm()
+
+
 def test_the_limit_of_a_group_above_counts(tmp_path):
     def group(name, limit, used, cache=0):
         folder = tmp_path / name

@@ -72,7 +72,7 @@ class Slurm:
         self.folder.chmod(0o755)  # munge's socket is for all
         values = {"folder": self.folder, "port": self.port, "port_of_node": self.port + 1}
         settings = SYSTEM / "slurm.conf"
-        if settings.exists() and NAME not in settings.read_text():
+        if settings.exists() and (NAME not in settings.read_text() or self._is_up()):
             raise AssertionError(f"{settings} is of another Slurm. Run these tests on a host that has none.")
         SYSTEM.mkdir(exist_ok=True)
         settings.write_text(NAME + CONFIGURATION.format(**values))
@@ -98,6 +98,10 @@ class Slurm:
         for name in ("slurm.conf", "gres.conf"):  # with which every call of Snakemake would wait for an answer
             (SYSTEM / name).unlink()
 
+    def _is_up(self) -> bool:
+        """Whether a slurmctld of other tests answers, and not one that was killed and left its configuration."""
+        return not subprocess.run(["scontrol", "ping"], capture_output=True, check=False).returncode
+
     def start(self, name: str, *arguments: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as output:
             self.processes[name] = subprocess.Popen(
@@ -108,18 +112,21 @@ class Slurm:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout
 
-    def jobs(self) -> list[dict[str, str]]:
-        """What Slurm says of every submission, the first one first; of a group `Comment` is rule_GROUP_RULES."""
+    def jobs(self, directory: Path) -> list[dict[str, str]]:
+        """What Slurm says of every submission from a directory, the first one first; of a group `Comment` is
+        rule_GROUP_RULES.
+        """
         lines = self.run("scontrol", "--oneliner", "show", "jobs").splitlines()
-        return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line.startswith("JobId")]
+        jobs = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line.startswith("JobId")]
+        return [job for job in jobs if job["WorkDir"] == str(directory)]
 
-    def wait_for_job(self, rules: str) -> str:
-        """The number of the first submission of these rules, once it runs."""
+    def wait_for_job(self, rules: str, directory: Path) -> str:
+        """The number of the first submission of these rules from a directory, once it runs."""
         return self._wait(
             lambda: next(
                 (
                     job["JobId"]
-                    for job in self.jobs()
+                    for job in self.jobs(directory)
                     if job["Comment"].startswith(rules) and job["JobState"] == "RUNNING"
                 ),
                 None,

@@ -313,3 +313,17 @@ def test_a_side_that_the_host_cannot_run_is_told_before_its_jobs(workflow):
     workflow.configure(port={"device": "auto"})
     workflow.run()
     assert set(statuses(workflow).values()) == {"pass"}
+
+
+def test_a_slurm_that_does_not_answer_is_told_before_anything_is_submitted(tmp_path, monkeypatch):
+    tool = tmp_path / "bin/sinfo"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    workflow = Workflow(tmp_path / "run")
+    command = [sys.executable, "-m", "snakemake", "--workflow-profile", "profiles/slurm"]
+    for _ in range(2):  # nor does it leave a lock
+        failed = subprocess.run(command, **workflow.options(), timeout=120)
+        assert failed.returncode == 1 and "Traceback" not in failed.stdout
+        assert "error: sinfo: Slurm does not answer (Unable to contact slurm controller)." in failed.stdout

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,23 @@ def test_what_the_config_names_is_seen_and_a_rebuilt_image_runs_its_side_again(i
     workflow.configure(containers=containers(images, port="layerproof"))
     made = run(workflow).made
     assert {name for name in made if name.endswith(".h5")} == {"port/embed.h5", "port/layer_000.h5"}
+
+
+def test_recipes_and_scripts_are_clean_to_shellcheck(tmp_path):
+    """What Apptainer runs of a recipe, by /bin/sh; and the scripts of tests and of docs/aws."""
+    subprocess.run(["bash", REPOSITORY / "tests/apt-install.sh", "shellcheck"], check=True)
+    scripts = [*REPOSITORY.glob("tests/**/*.sh"), *REPOSITORY.glob("docs/**/*.sh")]
+    recipes = sorted(REPOSITORY.glob("containers/*.def"))
+    assert len(scripts) >= 5 and len(recipes) == 2
+    for recipe in recipes:
+        for name, lines in re.findall(
+            r"^%(post|environment|test)\n((?:    .*\n|\n)*)", recipe.read_text(), re.MULTILINE
+        ):
+            scripts.append(tmp_path / f"{recipe.stem}.{name}.sh")
+            scripts[-1].write_text(f"#!/bin/sh\n{textwrap.dedent(lines)}")
+    # SC1091: what they source is in the image.
+    checked = subprocess.run(["shellcheck", "--severity=warning", "--exclude=SC1091", *scripts], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_an_image_that_is_not_there_is_told(images, tmp_path):

@@ -530,6 +530,20 @@ def left_in_groups(membership: str, root: Path) -> Iterator[int]:
             yield max(0, limit - used)
 
 
+def require_slurm() -> None:
+    """Checks that jobs can be handed to Slurm from here. Without it Snakemake's plugin waits, or fails job after job.
+
+    Raises:
+        UserError: if its commands or its controller are not there.
+    """
+    code, output = _run("sinfo", "--noheader")
+    if code is None:
+        raise UserError("sinfo: is not here, so there is no Slurm. Run on a login node, or without --workflow-profile.")
+    if code:
+        said = " ".join(output.split("\n", 1)[0].split())
+        raise UserError(f"sinfo: Slurm does not answer ({said}). Wait until its controller runs, or see slurm.conf.")
+
+
 def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -> Check:
     """Room for the tensors that results/ does not hold yet."""
     if not prediction:

@@ -9,9 +9,9 @@ from snakemake.utils import format as filled_in
 IN_BLOCKS = {
     # rule: side, stages, minutes that its jobs take whatever the size
     "golden_stage": ("golden", [] if TAKES_GOLDEN or SETTINGS["golden"]["mode"] == "whole" else GOLDEN, 2),
-    "port_stage": ("port", STAGES, 10),
+    "port_stage": ("port", STAGES, port_starts(10)),
     "compare_stage": ("cpu", STAGES, None),
-    "force_stage": ("port", STAGES, 10),
+    "force_stage": ("port", STAGES, port_starts(10)),
     "diagnose_stage": ("golden", STAGES, 30),
     "trim_stage": ("cpu", STAGES, None),
     "plot_stage": ("cpu", STAGES, None),

@@ -24,7 +24,7 @@ rule force_stage:
     resources:
         neuron=1,
         mem_mb=memory_of("port", own_stage),
-        runtime=time_of("port", own_stage, start=10),
+        runtime=time_of("port", own_stage, start=port_starts(10)),
     params:
         spec=force_stage_spec,
         stamp=lambda wildcards: stamp("force_stage", f"results/forced/{wildcards.stage}.h5"),
@@ -95,7 +95,7 @@ rule bisect:
     resources:
         neuron=1,
         mem_mb=memory_of("port", lambda wildcards: BISECTED, at_once=True),
-        runtime=time_of("port", lambda wildcards: BISECTED * (1 + len(BISECTED).bit_length()), start=60),
+        runtime=time_of("port", lambda wildcards: BISECTED * (1 + len(BISECTED).bit_length()), start=port_starts(60)),
     params:
         spec=bisect_spec,
         stamp=lambda wildcards: stamp("bisect", "results/bisect.json"),

@@ -24,7 +24,7 @@ rule port_stage:
     resources:
         neuron=1,
         mem_mb=memory_of("port", own_stage),
-        runtime=time_of("port", own_stage, start=10),
+        runtime=time_of("port", own_stage, start=port_starts(10)),
     params:
         spec=port_stage_spec,
         stamp=lambda wildcards: stamp("port_stage", f"results/port/{wildcards.stage}.h5"),
@@ -60,7 +60,7 @@ for chain_name in filter(lambda name: name != captured.CHAIN, CHAINS):
         resources:
             neuron=1,
             mem_mb=memory_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name]),
-            runtime=time_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name], start=30),
+            runtime=time_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name], start=port_starts(30)),
         params:
             spec=lambda wildcards, chain_name=chain_name: chain_spec(chain_name),
             stamps=lambda wildcards, chain_name=chain_name: chain_stamps(chain_name),

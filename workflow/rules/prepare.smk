@@ -20,6 +20,11 @@ TOKENIZER_FILES = [
 ]
 
 
+def weight_bytes():
+    """Of the shards, which are read once to digest them; none are there yet of the checkpoint that the workflow makes."""
+    return sum(os.path.getsize(name) for name in WEIGHT_FILES if os.path.exists(name))
+
+
 rule checkpoint:
     """A small MiniMax-M2 in the layout of the release, trained for a minute on public-domain text."""
     input:
@@ -57,6 +62,8 @@ rule weights:
         "results/benchmarks/weights.tsv"
     container:
         CONTAINERS["golden"]
+    resources:
+        runtime=lambda wildcards, input, attempt: math.ceil(more(attempt) * (30 + weight_bytes() / READ / 60)),
     params:
         spec=weights_spec,
         stamp=lambda wildcards: stamp("weights", "results/weights"),

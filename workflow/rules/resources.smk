@@ -5,14 +5,15 @@ import math
 
 from layerproof.files import read_json
 
-IMPORTS = (
-    2_000_000_000  # bytes that a process takes besides what is foretold: its libraries, with room (docs/performance.md)
-)
-ROOM = 1.5  # of what is foretold, which was measured to be between half and 1.15 times what a job takes
-READ, WORK = (
-    100_000_000,
-    10_000_000,
-)  # bytes a second, of weights and of tensors in results/: a tenth of what was measured
+# Bytes that are asked for besides what is foretold: a process's libraries, with room (docs/performance.md).
+IMPORTS = 2_000_000_000
+# Of what is foretold, which was measured to be between half and 1.15 times what a job takes.
+ROOM = 1.5
+# Bytes a second, of weights and of tensors in results/: a tenth of what was measured.
+READ = 100_000_000
+WORK = 10_000_000
+# Minutes that Neuron's compiler is given for a stage.
+NEURON_COMPILES = 90
 
 
 def foretold(input):
@@ -21,6 +22,17 @@ def foretold(input):
     if not prediction.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), input[0])
     return read_json(prediction)
+
+
+def more(attempt):
+    """By how much more memory and time is asked for: 1, 1.5, 2 times. Not every second attempt is for want of them."""
+    return (attempt + 1) / 2
+
+
+def port_starts(minutes):
+    """Minutes of a port's job that do not depend on its size: starts, and compilers."""
+    on_neuron = SETTINGS["port"]["device"] == "NEURON" or SETTINGS["port"]["compile"] == "neuron"
+    return minutes + NEURON_COMPILES * on_neuron
 
 
 def memory_of(side, stages_of, at_once=False):
@@ -35,7 +47,7 @@ def memory_of(side, stages_of, at_once=False):
                 (part[side] - part["weights"][side] for part in parts), default=0
             )
         processes = SETTINGS["parallel"]["tp"] if side == "port" else 1
-        return math.ceil(attempt * processes * (IMPORTS + ROOM * needed) / 1e6)  # each rank may convert the whole stage
+        return math.ceil(more(attempt) * processes * (IMPORTS + ROOM * needed) / 1e6)  # each rank may convert the whole stage
 
     return mem_mb
 
@@ -47,7 +59,7 @@ def time_of(side, stages_of, start):
         known = foretold(input)["stages"]
         parts = [known[stage] for stage in stages_of(wildcards) if stage in known]
         seconds = sum(part["weights"][side] / READ + part["files"] / WORK for part in parts)
-        return math.ceil(attempt * (start + seconds / 60))
+        return math.ceil(more(attempt) * (start + seconds / 60))
 
     return runtime
 
