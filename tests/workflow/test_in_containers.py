@@ -123,7 +123,9 @@ def test_recipes_and_scripts_are_clean_to_shellcheck(tmp_path):
             scripts.append(tmp_path / f"{recipe.stem}.{name}.sh")
             scripts[-1].write_text(f"#!/bin/sh\n{textwrap.dedent(lines)}")
     # SC1091: what they source is in the image.
-    checked = subprocess.run(["shellcheck", "--severity=warning", "--exclude=SC1091", *scripts], capture_output=True, text=True)
+    checked = subprocess.run(
+        ["shellcheck", "--severity=warning", "--exclude=SC1091", *scripts], capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stdout
 
 

@@ -20,11 +20,6 @@ TOKENIZER_FILES = [
 ]
 
 
-def weight_bytes():
-    """Of the shards, which are read once to digest them; none are there yet of the checkpoint that the workflow makes."""
-    return sum(os.path.getsize(name) for name in WEIGHT_FILES if os.path.exists(name))
-
-
 rule checkpoint:
     """A small MiniMax-M2 in the layout of the release, trained for a minute on public-domain text."""
     input:
@@ -63,7 +58,7 @@ rule weights:
     container:
         CONTAINERS["golden"]
     resources:
-        runtime=lambda wildcards, input, attempt: math.ceil(more(attempt) * (30 + weight_bytes() / READ / 60)),
+        runtime=time_of_reading(WEIGHT_FILES),
     params:
         spec=weights_spec,
         stamp=lambda wildcards: stamp("weights", "results/weights"),

@@ -47,7 +47,8 @@ def memory_of(side, stages_of, at_once=False):
                 (part[side] - part["weights"][side] for part in parts), default=0
             )
         processes = SETTINGS["parallel"]["tp"] if side == "port" else 1
-        return math.ceil(more(attempt) * processes * (IMPORTS + ROOM * needed) / 1e6)  # each rank may convert the whole stage
+        asked = processes * (IMPORTS + ROOM * needed)  # each rank may convert the whole stage
+        return math.ceil(more(attempt) * asked / 1e6)
 
     return mem_mb
 
@@ -60,6 +61,16 @@ def time_of(side, stages_of, start):
         parts = [known[stage] for stage in stages_of(wildcards) if stage in known]
         seconds = sum(part["weights"][side] / READ + part["files"] / WORK for part in parts)
         return math.ceil(more(attempt) * (start + seconds / 60))
+
+    return runtime
+
+
+def time_of_reading(files):
+    """Minutes for a job that reads files; those of the checkpoint that the workflow makes may not be there yet."""
+
+    def runtime(wildcards, input, attempt):
+        size = sum(os.path.getsize(name) for name in files if os.path.exists(name))
+        return math.ceil(more(attempt) * (30 + size / READ / 60))
 
     return runtime
 
