@@ -125,7 +125,7 @@ def measure_jobs(directory: Path, form: str) -> list[Result]:
     snakemake = ["snakemake", "--cores", "1"]
     before = ("golden/embed.h5", "preflight/port.json")
     measure([*snakemake, *(f"results/{target}" for target in before)], directory)
-    foretold = read_json(directory / "results/prediction.json")["stages"][STAGE]
+    predicted = read_json(directory / "results/prediction.json")["stages"][STAGE]
     shards = sorted((directory / "model").glob("*.safetensors"))
     on_disk = [tensor for shard in shards for tensor in read_shard_header(shard).values()]
     stored = sum(tensor.end - tensor.start for tensor in on_disk if ".layers." in tensor.name)
@@ -141,7 +141,7 @@ def measure_jobs(directory: Path, form: str) -> list[Result]:
                 f"{name}: peak RSS above imports", above / size, "of the layer's bf16 bytes", f"{size / 1e9:.2f} GB"
             ),
             Result(
-                f"{name}: that as foretold", foretold[side] / above, "of what was measured", f"{above / 1e9:.2f} GB"
+                f"{name}: that as predicted", predicted[side] / above, "of what was measured", f"{above / 1e9:.2f} GB"
             ),
             Result(
                 f"{name}: read from disk", job.read_bytes / stored, "of the stage's bytes", f"{stored / 1e9:.2f} GB"

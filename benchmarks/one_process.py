@@ -44,7 +44,7 @@ def main(directory: Path) -> None:
     tokens.make(results / "tokens.json", model, checkpoint.read_config(model), None, ids, 4096, False)
     prompts = tokens.Tokens.read(results / "tokens.json")
     asked = settings | trust | {"compared": stages, "before": [], "chains": {}}
-    foretold = prediction.predict(model, descriptions, prompts, asked)
+    predicted = prediction.predict(model, descriptions, prompts, asked)
     runner = port.Runner.start(model, prompts, settings["port"] | trust)
     comparisons, files = [], {side: {} for side in ("golden", "noise", "port", "plots")}
     for stage in stages:
@@ -63,7 +63,7 @@ def main(directory: Path) -> None:
     files["plots"] |= {name: results / f"plots/{name}.svg" for name in ("map", "depth")}
     plots.plot_map(comparisons, files["plots"]["map"])
     plots.plot_depth(comparisons, [], files["plots"]["depth"])
-    audited = audit.audit(descriptions, files["golden"], files["port"], foretold, settings["port"]["dtype"])
+    audited = audit.audit(descriptions, files["golden"], files["port"], predicted, settings["port"]["dtype"])
     diagnoses = [verdicts.undiagnosed(stage) for stage in stages]
     verdict = verdicts.collect(comparisons, [], diagnoses)
     shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, [], [])

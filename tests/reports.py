@@ -142,7 +142,7 @@ def audit(comparisons, *findings):
     """The books of these stages, all alike; a finding (kind, text, whether a note) is every layer's."""
     found = [{"kind": kind, "note": note, "text": text} for kind, text, note in findings]
     entry = {"disk": {"BF16": 7_340_000_000, "F32": 3_146_752}, "golden": {"bfloat16": 7_341_573_376}}
-    entry |= {"foretold": {"golden": 7_900_000_000, "port": 7_600_000_000}, "files": 40_000_000}
+    entry |= {"predicted": {"golden": 7_900_000_000, "port": 7_600_000_000}, "files": 40_000_000}
     port = {"bfloat16": 7_341_572_352, "float32": 2_048}
     stages = {
         one["stage"]: entry | {"port": port, "findings": found if one["stage"].startswith("layer") else []}

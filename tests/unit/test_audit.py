@@ -60,10 +60,10 @@ def findings_in(run, directory, source, notes=False, **settings):
     files = {STAGE: run / f"{STAGE}.h5"}, {STAGE: directory / "port.h5"}
     jobs = {"golden": 2_000, "port": 1_000}
     totals = {"whole": 9_000, "files": 300, "kept": 30, "machines": []}
-    foretold = {"stages": {STAGE: jobs | {"files": 300}}, **jobs, **totals}
-    audited = audit.audit(descriptions, *files, foretold, settings["dtype"])
+    predicted = {"stages": {STAGE: jobs | {"files": 300}}, **jobs, **totals}
+    audited = audit.audit(descriptions, *files, predicted, settings["dtype"])
     entry = audited["stages"][STAGE]
-    assert entry["foretold"] == jobs and audited["run"] == jobs | totals
+    assert entry["predicted"] == jobs and audited["run"] == jobs | totals
     assert entry["files"] == sum(path.stat().st_size for side in files for path in side.values())
     assert entry["golden"].keys() <= {"bfloat16", "float32"} and entry["port"]
     return [(finding["kind"], finding["text"]) for finding in entry["findings"] if notes or not finding["note"]]
@@ -84,13 +84,13 @@ def test_files_that_were_trimmed_have_the_books_of_whole_ones(run, tmp_path):
     assert audit.audit_stage(description, *files, "bfloat16") == whole
 
 
-def test_of_a_stage_whose_weights_cannot_be_read_nothing_is_foretold(run, tmp_path):
+def test_of_a_stage_whose_weights_cannot_be_read_nothing_is_predicted(run, tmp_path):
     tensors.write(tmp_path / "stage.h5", {}, attributes={"error": "no weights"})
     totals = {"golden": 0, "port": 0, "whole": 0, "files": 0, "kept": 0, "machines": []}
     files = {STAGE: tmp_path / "stage.h5"}
     audited = audit.audit({STAGE: {"error": "no weights"}}, files, files, {"stages": {}, **totals}, "bfloat16")
     entry = audited["stages"][STAGE]
-    assert (entry["foretold"], entry["golden"], entry["port"], entry["disk"]) == (None, None, None, {})
+    assert (entry["predicted"], entry["golden"], entry["port"], entry["disk"]) == (None, None, None, {})
 
 
 def test_bytes_by_dtype(run, tmp_path):

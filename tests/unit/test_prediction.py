@@ -1,4 +1,4 @@
-"""What is foretold of a run is what it takes."""
+"""What is expected of a run is what it takes."""
 
 import h5py
 import pytest
@@ -37,17 +37,17 @@ def stored(path):
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_weights_and_files_are_exact(model_type, tmp_path):
     save(model_type, tmp_path / "model")
-    foretold, descriptions = predicted(tmp_path / "model", LONG, port=PORT | {"backend": "transformers"})
+    expected, descriptions = predicted(tmp_path / "model", LONG, port=PORT | {"backend": "transformers"})
     total = sum(
         tensor.nbytes for shard in (tmp_path / "model").glob("*.safetensors") for tensor in load_file(shard).values()
     )
     tied = descriptions["embed"]["tensors"].keys() & descriptions["lm_head"]["tensors"].keys()
-    twice = foretold["stages"]["embed"]["weights"]["golden"] if tied else 0
-    assert sum(one["weights"]["golden"] for one in foretold["stages"].values()) == total + twice
+    twice = expected["stages"]["embed"]["weights"]["golden"] if tied else 0
+    assert sum(one["weights"]["golden"] for one in expected["stages"].values()) == total + twice
     stage = "layer_001"
     model = golden.load(stage, tmp_path / "model", descriptions[stage], torch.device("cpu"), torch.bfloat16, SETTINGS)
     held = sum(tensor.nbytes for tensor in loading.parameters_of(model, stage).values())
-    assert foretold["stages"][stage]["weights"]["golden"] == held
+    assert expected["stages"][stage]["weights"]["golden"] == held
 
     stream(tmp_path / "model", tmp_path, tokens=LONG)
     settings = {
@@ -62,11 +62,11 @@ def test_weights_and_files_are_exact(model_type, tmp_path):
     port.make_stage(runner, stage, descriptions[stage], fed, tmp_path / "port.h5")
     port.chain_stage(runner, stage, descriptions[stage], fed, tmp_path / "chain.h5")
     files = [tmp_path / f"{stage}.h5", tmp_path / "port.h5", tmp_path / "chain.h5"]
-    # Files hold wider integers than were foretold.
-    assert foretold["stages"][stage]["files"] == pytest.approx(sum(map(stored, files)), rel=0.02)
+    # Files hold wider integers than were expected.
+    assert expected["stages"][stage]["files"] == pytest.approx(sum(map(stored, files)), rel=0.02)
     for path in files:
         trimming.trim(path)
-    assert foretold["stages"][stage]["kept"] == sum(map(stored, files))
+    assert expected["stages"][stage]["kept"] == sum(map(stored, files))
 
 
 def test_disk_is_that_of_the_stages_which_run(tmp_path):
@@ -83,16 +83,16 @@ def test_disk_is_that_of_the_stages_which_run(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_a_golden_job_takes_what_is_foretold_and_not_much_less(model_type, tmp_path):
+def test_a_golden_job_takes_what_is_expected_and_not_much_less(model_type, tmp_path):
     save(model_type, tmp_path / "model")
     stages = stream(tmp_path / "model", tmp_path, tokens=LONG)
-    foretold, descriptions = predicted(tmp_path / "model", LONG)
+    expected, descriptions = predicted(tmp_path / "model", LONG)
     for stage, before in (("layer_001", "layer_000"), ("lm_head", "norm")):
         paths = [tmp_path / name for name in (f"{before}.h5", f"{before}.noise.h5", "again.h5", "noise.h5")]
         settings = SETTINGS | {"compared": stages}
         with Peak() as peak:
             golden.make_stage(stage, tmp_path / "model", descriptions[stage], LONG, *paths, settings)
-        assert 0.5 < peak.bytes / foretold["stages"][stage]["golden"] < 1.15, stage
+        assert 0.5 < peak.bytes / expected["stages"][stage]["golden"] < 1.15, stage
 
 
 def test_a_machine_is_told_by_its_memory():

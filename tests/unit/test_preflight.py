@@ -68,8 +68,8 @@ def test_nvidia_smi_is_read():
 def test_neuron_ls_is_read():
     read = {path.name: preflight.parse_neuron_ls(path.read_text()) for path in FIXTURES.glob("neuron-ls-*.json")}
     assert read == {
-        "neuron-ls-trn1.2xlarge.json": [NeuronDevice(0, 2, 32 * GIB, ())],
-        "neuron-ls-trn2.48xlarge.json": [NeuronDevice(0, 4, 96 * GIB, ("1966680", "1966681"))],
+        "neuron-ls-trn1.2xlarge.json": [NeuronDevice(2, 32 * GIB, ())],
+        "neuron-ls-trn2.48xlarge.json": [NeuronDevice(4, 96 * GIB, ("1966680", "1966681"))],
     }
     itself = {"pid": 7, "command": "neuron-ls --json-output --show-all-procs"}
     (device,) = json.loads((FIXTURES / "neuron-ls-trn1.2xlarge.json").read_text())
@@ -246,14 +246,14 @@ def test_a_driver_that_does_not_answer_is_quoted(monkeypatch, tmp_path):
     assert check.text == f"no CUDA device: {said}"
 
 
-def test_gpu_memory_is_held_against_what_is_foretold(monkeypatch, tmp_path):
+def test_gpu_memory_is_held_against_what_is_predicted(monkeypatch, tmp_path):
     fake_tool(monkeypatch, tmp_path, "nvidia-smi", "\n".join(["NVIDIA H100 80GB HBM3, 81559, 76000, 550.90.07"] * 8))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     checks = golden_device(GOLDEN)
     assert statuses(checks) == {"device": "ok", "device memory": "warn"}
     checks = golden_device(WHOLE, PREDICTION | {"whole": 40 * GIB})
     assert statuses(checks) == {"device": "ok", "device memory": "ok"}
-    assert checks[1].text.startswith("the whole model is foretold to take 42.9 GB of 46.6 GB")
+    assert checks[1].text.startswith("the whole model is predicted to take 42.9 GB of 46.6 GB")
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,9 @@ def test_memory_and_disk(tmp_path):
         with open(tmp_path / folder / "layer.h5", "wb") as file:
             file.truncate(GIB)
         if folder == "forced":
-            assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "fail", "of which nothing was foretold"
+            assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "fail", (
+                "of which nothing was predicted"
+            )
     assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "ok", "what is there needs no room"
 
 

@@ -502,7 +502,7 @@ def test_stages_that_are_alike_share_a_row_whatever_their_files_take():
 
 def test_of_a_stage_whose_weights_cannot_be_read_the_table_says_nothing():
     books = reports.audit(reports.good()[0])
-    nothing = {"disk": {}, "golden": None, "port": None, "foretold": None}
+    nothing = {"disk": {}, "golden": None, "port": None, "predicted": None}
     books["stages"]["layer_001"] |= nothing
     rows = {row["stages"]: row for row in report_audit.section(books, [])["rows"]}
     assert set(rows["layer_001"].values()) == {"layer_001", "–", "40 MB"}

@@ -1,5 +1,8 @@
 """Names and selections of stages: what a user writes is what runs, and what cannot run is told in one line."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,3 +116,13 @@ def test_previous_stages_lead_from_the_end_to_the_start(num_layers):
         seen.append(stage)
         stage = previous_stage(stage, num_layers)
     assert seen[::-1] == all_stages(num_layers)
+
+
+def test_the_map_of_the_library_names_every_module():
+    import layerproof
+
+    folder = Path(layerproof.__file__).parent
+    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    table = [line[24:] for line in layerproof.__doc__.splitlines() if line.startswith("    ")]
+    listed = re.findall(r"\w+", " ".join(table))
+    assert sorted(listed) == sorted(names - {"__init__", "__main__"})

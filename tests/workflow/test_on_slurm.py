@@ -54,8 +54,8 @@ def test_the_default_run_survives_a_cancelled_job_and_a_lost_node(slurm, tmp_pat
     assert {job["TresPerJob"] for job in golden} == {"gres:gpu:1"} and {job["NumCPUs"] for job in golden} == {"1"}
     assert {job["OverSubscribe"] for job in port} == {"NO"} and {job["NumCPUs"] for job in port} == {"64"}
 
-    # What is asked for is what was foretold, and more of it the second time.
-    foretold = json.loads((workflow.results / "prediction.json").read_text())
+    # What is asked for is what was predicted, and more of it the second time.
+    predicted = json.loads((workflow.results / "prediction.json").read_text())
     first, second = (int(job["MinMemoryNode"].removesuffix("M")) for job in golden)
-    assert first == math.ceil((2e9 + 1.5 * foretold["golden"]) / 1e6)
-    assert second == math.ceil(1.5 * (2e9 + 1.5 * foretold["golden"]) / 1e6)
+    assert first == math.ceil((2e9 + 1.5 * predicted["golden"]) / 1e6)
+    assert second == math.ceil(1.5 * (2e9 + 1.5 * predicted["golden"]) / 1e6)

@@ -57,14 +57,14 @@ def audit(
     prediction: Mapping[str, Any],
     port_dtype: str,
 ) -> dict[str, Any]:
-    """The content of results/audit.json: `audit_stage` of every stage, with the memory of its jobs as `foretold` by the
+    """The content of results/audit.json: `audit_stage` of every stage, with the memory of its jobs as `predicted` by the
     `prediction` (None: its weights cannot be read), and what that says of the `run`. The other mappings are by stage.
     """
     stages = {
         stage: audit_stage(description, golden_files[stage], port_files[stage], port_dtype)
-        | {"foretold": foretold and {side: foretold[side] for side in ("golden", "port")}}
+        | {"predicted": predicted and {side: predicted[side] for side in ("golden", "port")}}
         for stage, description in descriptions.items()
-        for foretold in [prediction["stages"].get(stage)]
+        for predicted in [prediction["stages"].get(stage)]
     }
     run = {key: prediction[key] for key in ("golden", "port", "whole", "files", "kept", "machines")}
     return {"schema_version": SCHEMA_VERSION, "stages": stages, "run": run}

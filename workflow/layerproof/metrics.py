@@ -17,7 +17,7 @@ import numpy as np
 from layerproof.fingerprint import unrecorded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from layerproof.kernel import Sums
     from layerproof.noise import Noise
@@ -326,7 +326,7 @@ def statistics(tensor: Tensor, valid: np.ndarray | None = None, chunk_elements: 
 def _check(port: Tensor, golden: Tensor, truth: Tensor, valid: np.ndarray) -> None:
     for name, tensor in (("port", port), ("truth", truth)):
         if tensor.shape != golden.shape:
-            shapes = _brackets(tensor.shape), _brackets(golden.shape)
+            shapes = brackets(tensor.shape), brackets(golden.shape)
             raise ShapeMismatch(f"the {name} has shape {shapes[0]} where the golden has {shapes[1]}")
         if tensor.kind != golden.kind:
             raise DtypeMismatch(f"the {name} is {tensor.dtype} where the golden is {golden.dtype}")
@@ -335,8 +335,8 @@ def _check(port: Tensor, golden: Tensor, truth: Tensor, valid: np.ndarray) -> No
 
 def _check_valid(valid: np.ndarray, tensor: Tensor) -> None:
     if valid.dtype != np.bool_ or valid.shape != tensor.shape[:2]:
-        found = f"{valid.dtype} {_brackets(valid.shape)}"
-        raise ValueError(f"valid is {found} where a tensor {_brackets(tensor.shape)} needs bool [batch,seq]")
+        found = f"{valid.dtype} {brackets(valid.shape)}"
+        raise ValueError(f"valid is {found} where a tensor {brackets(tensor.shape)} needs bool [batch,seq]")
 
 
 def _reason(result: dict[str, Any], limit: float) -> str | None:
@@ -349,7 +349,7 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
         element = result["nonfinite"][name]
         if element["count"]:
             return (
-                f"the port is {element['port']} at {_brackets(element['first'])} where the golden is "
+                f"the port is {element['port']} at {brackets(element['first'])} where the golden is "
                 f"{element['golden']} and the truth is {element['truth']} ({element['count']} such elements)"
             )
     if not result["count"]:
@@ -365,7 +365,7 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
     what = "R, with each element in units of its noise," if "weighted" in (result["band"] or {}) else "R"
     return (
         f"{what} is {R:.4g}, above the limit of {allowed:.4g}; "
-        f"the worst token is {_brackets(token['index'])} with R {token['R']:.4g}"
+        f"the worst token is {brackets(token['index'])} with R {token['R']:.4g}"
     )
 
 
@@ -378,7 +378,7 @@ def group_limits(result: Mapping[str, Any], limit: float) -> list[tuple[str, flo
 def place(result: Mapping[str, Any], kind: str) -> str:
     """Name of the worst group of a kind: `token [0,3]`, `head 2`."""
     index = result[f"worst_{kind}"]["index"]
-    return f"{kind} {_brackets(index) if isinstance(index, list) else index}"
+    return f"{kind} {brackets(index) if isinstance(index, list) else index}"
 
 
 def decisive(result: Mapping[str, Any], limit: float) -> tuple[float | None, float]:
@@ -416,12 +416,13 @@ def _exact_reason(result: dict[str, Any], limit: float) -> str | None:
     if differ > allowed:
         return (
             f"the port differs from the truth in {differ} of {result['tokens']} tokens, first at "
-            f"{_brackets(result['first']['port_truth'])}; the golden differs in {explained}, which allows {allowed:g}"
+            f"{brackets(result['first']['port_truth'])}; the golden differs in {explained}, which allows {allowed:g}"
         )
     return None
 
 
-def _brackets(index: list[int] | tuple[int, ...]) -> str:
+def brackets(index: Sequence[int]) -> str:
+    """An index or shape of a tensor, as `[0,17,3]`."""
     return f"[{','.join(str(i) for i in index)}]"
 
 

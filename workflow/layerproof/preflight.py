@@ -1,6 +1,6 @@
 """Whether this host can run a side, told before hours are spent on it: devices, memory, versions, disk, checkpoint.
 
-A check fails if the side as a whole cannot run. What only some stages would stumble over, or what is only foretold, is a
+A check fails if the side as a whole cannot run. What only some stages would stumble over, or what is only predicted, is a
 warning: the run goes on and tells by stage.
 """
 
@@ -77,7 +77,6 @@ class Gpu:
 class NeuronDevice:
     """One entry of neuron-ls: its logical cores, its memory in bytes, and who uses it (`pid command`)."""
 
-    index: int
     cores: int
     memory: int
     users: tuple[str, ...]
@@ -243,7 +242,7 @@ def _fits_gpus(golden: Mapping[str, Any], gpus: Sequence[Gpu], prediction: Mappi
     else:
         needed, has, what = prediction["golden"], gpus[0].free, "the largest stage"
         remedy = "End what else runs on the GPU, or give shorter prompts."
-    text = f"{what} is foretold to take {size(needed)} of {size(has)}"
+    text = f"{what} is predicted to take {size(needed)} of {size(has)}"
     return Check("device memory", OK if needed <= has else WARN, text, None if needed <= has else remedy)
 
 
@@ -412,7 +411,7 @@ def check_neuron_ls(
     if prediction:
         needed = prediction["port"] // ranks
         share = f", split evenly over {ranks} ranks," if ranks > 1 else ""
-        text = f"the largest stage is foretold to take{share} {size(needed)} of the {size(memory)} of a core"
+        text = f"the largest stage is predicted to take{share} {size(needed)} of the {size(memory)} of a core"
         remedy = "Shard the stage over more cores, or give shorter prompts."
         yield Check("device memory", OK if needed <= memory else WARN, text, None if needed <= memory else remedy)
 
@@ -426,7 +425,6 @@ def parse_neuron_ls(text: str) -> list[NeuronDevice]:
     try:
         return [
             NeuronDevice(
-                device["neuron_device"],
                 device["nc_count"],
                 device["memory_size"],
                 tuple(
@@ -471,7 +469,7 @@ def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int
     if not prediction:
         return Check("memory", OK, f"{size(available)} available")
     needed = prediction[side] + IMPORTS
-    text = f"the largest job is foretold to take {size(needed)} of {size(available)} available"
+    text = f"the largest job is predicted to take {size(needed)} of {size(available)} available"
     remedy = "Free memory, run one job at a time (--cores 1), or give shorter prompts."
     return Check("memory", OK if needed <= available else WARN, text, None if needed <= available else remedy)
 
@@ -486,7 +484,7 @@ def check_whole_memory(
         return Check("memory", OK, f"{size(available)} available")
     on_gpus = sum(_room(golden, gpus)) if torch.cuda.is_available() else 0
     needed = max(0, prediction["whole"] - on_gpus) + IMPORTS
-    text = f"the whole model is foretold to take {size(needed)} of {size(available)} available on the host"
+    text = f"the whole model is predicted to take {size(needed)} of {size(available)} available on the host"
     limit = (golden["max_memory"] or {}).get("cpu")
     if limit is not None and golden["device_map"] in STRATEGIES:
         from accelerate.utils import convert_file_size_to_int

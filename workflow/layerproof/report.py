@@ -66,7 +66,7 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "brackets": brackets, "share": share}
+    environment.filters |= {"number": number, "brackets": metrics.brackets, "share": share}
     config = spec["config"]
     images = {name: _data_uri(path) for name, path in plots.items()}
     limit = config["compare"]["limit"]
@@ -629,7 +629,7 @@ def _tap(name: str, tap: Mapping[str, Any], limit: float) -> dict[str, Any]:
 
 def _exact_text(tap: Mapping[str, Any]) -> str:
     differ, golden = tap["mismatches"]["port_truth"], tap["mismatches"]["golden_truth"]
-    where = f", first at {brackets(tap['first']['port_truth'])}" if differ else ""
+    where = f", first at {metrics.brackets(tap['first']['port_truth'])}" if differ else ""
     return f"integers: differ from the truth in {differ} of {tap['tokens']} tokens{where}; the golden in {golden}"
 
 
@@ -657,7 +657,7 @@ def _worst_place(tap: Mapping[str, Any]) -> dict[str, Any] | None:
     """The token, head, block of channels or expert with the largest R."""
     places = []
     if token := tap.get("worst_token"):
-        places.append({"R": token["R"], "text": f"token {brackets(token['index'])}"})
+        places.append({"R": token["R"], "text": f"token {metrics.brackets(token['index'])}"})
     if head := tap.get("worst_head"):
         places.append({"R": head["R"], "text": f"head {head['index']}"})
     if expert := tap.get("worst_expert"):
@@ -672,7 +672,7 @@ def _worst_place(tap: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _nonfinite_text(tap: Mapping[str, Any]) -> str:
     found = [
-        f"{side}: {seen['nan']} NaN, {seen['inf']} Inf, first {brackets(seen['first'])}"
+        f"{side}: {seen['nan']} NaN, {seen['inf']} Inf, first {metrics.brackets(seen['first'])}"
         for side, seen in ((side, tap["nonfinite"][side]) for side in ("port", "golden", "truth"))
         if seen["nan"] or seen["inf"]
     ]
@@ -750,11 +750,6 @@ def share(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{math.floor(value * 1000) / 10:g} %"
-
-
-def brackets(index: Sequence[int]) -> str:
-    """An index of a tensor, as `[0,17,3]`."""
-    return f"[{','.join(map(str, index))}]"
 
 
 def _stopped(sentence: str) -> str:

@@ -46,10 +46,10 @@ def _rows(audited: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _row(audited: Mapping[str, Any]) -> dict[str, str]:
-    foretold = audited["foretold"]
+    predicted = audited["predicted"]
     return {
         **{side: _by_dtype(audited[side]) for side in ("disk", "golden", "port")},
-        **{f"{side}_job": size(foretold[side]) if foretold else "–" for side in ("golden", "port")},
+        **{f"{side}_job": size(predicted[side]) if predicted else "–" for side in ("golden", "port")},
     }
 
 

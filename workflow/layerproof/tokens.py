@@ -15,20 +15,19 @@ from layerproof.files import read_json, write_json
 
 @dataclass(frozen=True)
 class Tokens:
-    """`ids` int64 and `valid` bool, both [batch, seq]; `texts` are the prompts, or empty if ids were given."""
+    """`ids` int64 and `valid` bool, both [batch, seq]."""
 
     ids: np.ndarray
     valid: np.ndarray
-    texts: tuple[str, ...]
 
     @classmethod
     def read(cls, path: Path) -> Tokens:
-        """Tokens as `write` left them in results/tokens.json."""
+        """Tokens as `make` left them in results/tokens.json."""
         content = read_json(path)
-        return pad(content["ids"], content["pad_id"], content["texts"])
+        return pad(content["ids"], content["pad_id"])
 
 
-def pad(rows: Sequence[Sequence[int]], pad_id: int, texts: Sequence[str] = ()) -> Tokens:
+def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Tokens:
     """Rows of ids of different length as one array, padded on the right.
 
     On the right a causal mask alone keeps padding out of the other tokens, and every query sees at least one key.
@@ -39,7 +38,7 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int, texts: Sequence[str] = ()) -
     for row, values in enumerate(rows):
         ids[row, : len(values)] = values
         valid[row, : len(values)] = True
-    return Tokens(ids, valid, tuple(texts))
+    return Tokens(ids, valid)
 
 
 def read_prompts(path: Path) -> list[str]:

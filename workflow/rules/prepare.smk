@@ -21,7 +21,7 @@ TOKENIZER_FILES = [
 
 
 rule checkpoint:
-    """A small MiniMax-M2 in the layout of the release, trained for a minute on public-domain text."""
+    """A small MiniMax-M2 in the layout of the release, trained for half a minute on public-domain text."""
     input:
         text="workflow/resources/text.txt",
         stamp=lambda wildcards: stamp_file("results/checkpoint", checkpoint_spec(wildcards)),

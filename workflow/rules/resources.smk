@@ -5,9 +5,9 @@ import math
 
 from layerproof.files import read_json
 
-# Bytes that are asked for besides what is foretold: a process's libraries, with room (docs/performance.md).
+# Bytes that are asked for besides what is predicted: a process's libraries, with room (docs/performance.md).
 IMPORTS = 2_000_000_000
-# Of what is foretold, which was measured to be between half and 1.15 times what a job takes.
+# Of what is predicted, which was measured to be between half and 1.15 times what a job takes.
 ROOM = 1.5
 # Bytes a second, of weights and of tensors in results/: a tenth of what was measured.
 READ = 100_000_000
@@ -16,7 +16,7 @@ WORK = 10_000_000
 NEURON_COMPILES = 90
 
 
-def foretold(input):
+def predicted(input):
     """The prediction. Until it is made Snakemake is told that an input is missing, and asks again when the job is due."""
     prediction = Path("results/prediction.json")
     if not prediction.exists():
@@ -39,7 +39,7 @@ def memory_of(side, stages_of, at_once=False):
     """MB for a job that has these stages in memory, one at a time or all at once."""
 
     def mem_mb(wildcards, input, attempt):
-        known = foretold(input)["stages"]
+        known = predicted(input)["stages"]
         parts = [known[stage] for stage in stages_of(wildcards) if stage in known]
         needed = max((part[side] for part in parts), default=0)
         if at_once:
@@ -57,7 +57,7 @@ def time_of(side, stages_of, start):
     """Minutes for a job that runs these stages; `start` of them for what takes as long whatever the size: starts, compilers."""
 
     def runtime(wildcards, input, attempt):
-        known = foretold(input)["stages"]
+        known = predicted(input)["stages"]
         parts = [known[stage] for stage in stages_of(wildcards) if stage in known]
         seconds = sum(part["weights"][side] / READ + part["files"] / WORK for part in parts)
         return math.ceil(more(attempt) * (start + seconds / 60))
