@@ -16,7 +16,7 @@ report: setup
 	snakemake --cores $(CORES) results/report.html
 
 test: setup-dev lint
-	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 bugs: setup-dev
 	python tests/bugs/run.py
