@@ -480,3 +480,10 @@ def test_by_hand(side, device, code, tmp_path):
     assert done.returncode == code, done.stderr
     assert "ok   checkpoint:" in done.stdout and "ok   memory:" in done.stdout
     assert ("fail device: neuron-ls is not here" in done.stdout) == (device == "NEURON")
+
+
+def test_a_file_to_write_wants_what_a_job_has(capsys, tmp_path):
+    from layerproof import cli
+
+    assert cli.run(["preflight", str(tmp_path / "port.json"), "--side", "port"]) == 2
+    assert capsys.readouterr().err.startswith("error: preflight: a file to write wants --spec and --record, too.")

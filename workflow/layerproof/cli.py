@@ -407,6 +407,8 @@ def make_preflight(args: argparse.Namespace) -> int | None:
         found = look(resolved.resolved, Path(resolved.checkpoint), Path("results"))
         return int(any(check.status == preflight.FAIL for check in found))
 
+    if args.spec is None or args.record is None:
+        raise UserError("preflight: a file to write wants --spec and --record, too. Leave it out to check by hand.")
     (output,) = args.outputs
 
     def work() -> None:
