@@ -18,6 +18,7 @@ min_version("9.27")
 
 
 include: "workflow/rules/common.smk"
+include: "workflow/rules/stamps.smk"
 include: "workflow/rules/settings.smk"
 include: "workflow/rules/resources.smk"
 include: "workflow/rules/prepare.smk"

@@ -19,7 +19,6 @@ from layerproof.config import DEFAULT_CHECKPOINT, read, resolve
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
 from layerproof.jobs import package_versions
-from layerproof.records import Stamps
 
 if workflow.storage_settings.default_storage_provider:
     # Of an output that a job may leave as it is, Snakemake 9.27 makes a copy first, on the local disk alone.
@@ -77,12 +76,6 @@ if IN_CONTAINERS:
             workflow.deployment_settings.apptainer_args += f" {argument}"
 
 
-# Each chain has a rule of its own; a profile speaks of all of them as `chain`.
-for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_settings.overwrite_groups):
-    if "chain" in of_rules:
-        of_rules.update({f"chain_{name}": of_rules.get(f"chain_{name}", of_rules["chain"]) for name in CHAINS})
-
-
 def block_rule(rule_name, stage):
     """What runs a stage together with others (blocks.smk); None if it has a job of its own."""
     size = SETTINGS["stages_per_job"]
@@ -92,10 +85,12 @@ def block_rule(rule_name, stage):
     return f"{rule_name}s_{names[names.index(stage) // size * size]}"
 
 
+# Each chain, and each block of stages, has a rule of its own; a profile speaks of them as `chain`, and as the rule of one stage.
 for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_settings.overwrite_groups):
     for rule_name in list(of_rules):
+        chains = {f"chain_{name}" for name in CHAINS if rule_name == "chain"}
         blocks = {block_rule(rule_name, stage) for stage in ALL_STAGES} - {None}
-        of_rules.update({name: of_rules.get(name, of_rules[rule_name]) for name in blocks})
+        of_rules.update({name: of_rules.get(name, of_rules[rule_name]) for name in chains | blocks})
 
 
 # Jobs share processes, which end with this one. Not in containers, where they would end with the first job; nor if code comes
@@ -130,42 +125,6 @@ wildcard_constraints:
     run=r"[A-Za-z0-9._-]+",
 
 
-STAMPS = Stamps(
-    Path("results/records"),
-    Path(".layerproof/stamps"),
-    Path(".layerproof/seen"),
-    lambda job: reads_taps(Path(job).name),
-)
-FORCED = secrets.token_hex(8)
-
-
-def is_forced(rule_name, output):
-    """Whether this call of snakemake was told to run a job whatever its state (-F, -R, -f)."""
-    asked = workflow.dag_settings
-    named = {rule_name, output, block_rule(rule_name, Path(output).stem)}
-    return workflow.is_main_process and (
-        asked.forceall
-        or bool(named & {str(name) for name in asked.forcerun})
-        or (asked.forcetargets and bool(named & {str(name) for name in asked.targets}))
-    )
-
-
-def job_name(output):
-    """What a job is called by its record: results/port/layer_003.h5 is made by port/layer_003."""
-    return str(Path(output).relative_to("results").with_suffix(""))
-
-
-def stamp(rule_name, output):
-    """Changes when a job has to run for a reason that Snakemake does not see (records.py)."""
-    return FORCED if is_forced(rule_name, output) else STAMPS.value(job_name(output))
-
-
-def stamp_file(output, spec):
-    """An input that is newer than the output when the job has to run with these settings."""
-    job = job_name(output)
-    return STAMPS.file(job, json.loads(spec)) if workflow.is_main_process else str(STAMPS.files / job)
-
-
 @functools.cache
 def image_digest(image):
     return or_exit(containers.digest, image, Path(".layerproof/images"))
@@ -190,26 +149,6 @@ def previous_golden(stage, folder="golden"):
 
 def chain_files(pattern, chain):
     return expand(pattern, chain=chain, stage=CHAINS[chain])
-
-
-def chain_stamp_files(chain):
-    outputs = chain_files("results/chain/{chain}/{stage}.h5", chain)
-    return [stamp_file(output, chain_spec(chain)) for output in outputs]
-
-
-def chain_stamps(chain):
-    """One stamp for each stage: of a chain only the stages that changed, and those that they reach, run again."""
-    return [stamp(f"chain_{chain}", f"results/chain/{chain}/{stage}.h5") for stage in CHAINS[chain]]
-
-
-def golden_stamp_files(wildcards):
-    specs = {stage: golden_stage_spec(SimpleNamespace(stage=stage)) for stage in GOLDEN}
-    return [stamp_file(f"results/golden/{stage}.h5", settings) for stage, settings in specs.items()]
-
-
-def golden_stamps(wildcards):
-    """One stamp for each stage: in one process too, only those that changed and those that they reach run again."""
-    return [stamp("golden_whole", f"results/golden/{stage}.h5") for stage in GOLDEN]
 
 
 def in_storage(name):
