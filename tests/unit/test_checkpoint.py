@@ -298,3 +298,6 @@ def test_a_single_file_needs_no_index(model):
         path.unlink()
     save_file(held, model / checkpoint.SINGLE, metadata={"format": "pt"})
     assert digests(model) == before
+    (model / checkpoint.SINGLE).write_bytes((model / checkpoint.SINGLE).read_bytes()[:20])
+    with pytest.raises(UserError, match=checkpoint.SINGLE):
+        describe(model)

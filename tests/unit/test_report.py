@@ -1,12 +1,14 @@
 """The plots and the report: what they say of every way that a run can end, and that they hold up on a real model."""
 
 import copy
+import html
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import yaml
 
 import reports
 from layerproof import plots, report, report_audit, stages
@@ -627,3 +629,11 @@ def test_a_model_of_62_layers_stays_readable(tmp_path):
     html = render(comparisons, chains, {"map": heat_map, "depth": tmp_path / "depth.svg"})
     assert "65: embed, layer_000 to layer_061, norm, lm_head" in html
     assert len(html) < 5_000_000
+
+
+def test_the_config_that_a_page_shows_can_be_run_again():
+    """Texts that YAML would take for something else are in quotes."""
+    options = {"flags": ["a: b", "null", {"level": "1"}], "on": "yes"}
+    page = render([reports.compared("embed")], port=reports.CONFIG["port"] | {"options": options})
+    shown = next(part for part in re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL) if part.startswith("model:"))
+    assert yaml.safe_load(html.unescape(shown))["port"]["options"] == options
