@@ -35,6 +35,8 @@ include: "workflow/rules/blocks.smk"
 
 onstart:
     if workflow.executor_plugin.name == "slurm":
+        from layerproof import preflight
+
         or_exit(preflight.require_slurm)
     # Snakemake 9.27 limits how many jobs start in a second. For that it wakes its scheduler every second once more for each job
     # that ended, which after some hundred jobs takes a core. Its default, 100 a second, is out of reach; others are kept.

@@ -96,6 +96,9 @@ def test_transposition(convert, transposed):
         (lambda w: torch.tensor(w["a"].tolist()) + 1, False),
         (lambda w: torch.empty(4, 4).copy_(w["a"]), False),
         (lambda w: (made := torch.empty(4, 4), made.numpy().fill(3))[0], False),
+        (lambda w: torch.empty(4, 4).copy_(torch.from_numpy(w["a"].numpy().copy())), False),
+        (lambda w: (made := torch.empty(2, 4, 4), made[1].copy_(torch.from_numpy(w["a"].numpy().copy())))[0], False),
+        (lambda w: (made := torch.empty(4, 4), made[0].numpy().fill(3))[0], False),
     ],
 )
 def test_what_is_made_of_nothing_on_disk(convert, constant):

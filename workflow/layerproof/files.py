@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from io import BufferedReader
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def sha256(path: Path) -> str:
         return sha256_from_here(file)
 
 
-def sha256_from_here(file: BufferedReader) -> str:
+def sha256_from_here(file: BufferedIOBase) -> str:
     """SHA-256, in hex, of what follows in an open file."""
     return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import re
 
+SMALLER_SLICES_REMEDY = (
+    "Take a smaller degree for the experts (moe_tp_degree) and more expert parallelism (moe_ep_degree)."
+)
+
 KNOWN = (
     (
         r"No module named '(libneuronxla|torch_neuronx|neuronxcc|nki|neuronx_distributed(_inference)?)'"
@@ -76,8 +80,7 @@ KNOWN = (
         r"\bDGE\b.{0,80}(fail|limit|unsupported|not supported|require|at least|partition size|< ?32)"
         r"|(fail|limit|unsupported|not supported).{0,80}\bDGE\b",
         "Neuron's descriptor generation fails for slices that are too small: of experts, where intermediate size / "
-        "tensor parallel degree is below 32. Take a smaller degree for the experts (moe_tp_degree) and more expert "
-        "parallelism (moe_ep_degree).",
+        f"tensor parallel degree is below 32. {SMALLER_SLICES_REMEDY}",
     ),
 )
 """Patterns, and what is said where one of them is found."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import platform
@@ -13,14 +12,17 @@ import zlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from layerproof import fingerprint
 from layerproof.errors import UserError
-from layerproof.files import digest_of, read_json, replacing, sha256, write_json
+from layerproof.files import digest_of, read_json, replacing, sha256, sha256_from_here, write_json
 from layerproof.fingerprint import REPOSITORY
 from layerproof.jobs import package_versions
 from layerproof.records import Record
+
+if TYPE_CHECKING:
+    from io import BufferedIOBase
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -236,7 +238,7 @@ def _archive_problems(path: Path) -> list[str]:
             for name in sorted(present & wanted.keys()):
                 try:
                     with file.open(name) as content:
-                        same = hashlib.file_digest(content, "sha256").hexdigest() == wanted[name]["sha256"]  # pyright: ignore[reportArgumentType]
+                        same = sha256_from_here(cast("BufferedIOBase", content)) == wanted[name]["sha256"]
                 except (zipfile.BadZipFile, zlib.error):
                     same = False
                 problems += [] if same else [f"changed: {name}"]

@@ -106,9 +106,9 @@ def predict(
             "kept": run.out + truth.out + 2 * port.out,
         }
         if stage in settings["compared"]:
-            chained = settings["chains"].get(stage, 0) * port.out
-            files += run.taps + truth.taps + port.taps + chained
-            kept += run.out + truth.out + port.out + chained
+            other_chains = (settings["chains"].get(stage, 0) - 1) * port.out
+            files += stages[stage]["files"] + other_chains
+            kept += stages[stage]["kept"] + other_chains
         elif stage in settings["before"]:
             files += run.out
             kept += run.out

@@ -29,6 +29,7 @@ from packaging.version import InvalidVersion, Version
 from layerproof import checkpoint
 from layerproof.errors import StageError, UserError
 from layerproof.files import read_json, size
+from layerproof.known_errors import SMALLER_SLICES_REMEDY
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 IMPORTS = 1 << 30
@@ -121,7 +122,7 @@ def check_port_host(config: Mapping[str, Any], prediction: Mapping[str, Any] | N
     on_neuron = device == "NEURON" or port["compile"] == "neuron"
     yield from check_libraries("port", on_neuron, _installed, _required)
     if not on_neuron:
-        yield Check("device", OK, f"XLA's {device}, by {'PJRT_DEVICE' if port['device'] == 'auto' else 'port.device'}")
+        yield Check("device", OK, f"XLA's {device}; port.device is {port['device']}")
     if port["backend"] == "nxdi":
         yield from check_nxdi(find_spec)
     if on_neuron:
@@ -252,10 +253,18 @@ def _is_left_to_the_host(golden: Mapping[str, Any], left: int) -> bool:
     """
     if golden["device_map"] not in STRATEGIES:
         return False
+    limit = _host_limit(golden)
+    return bool(golden["offload_folder"]) or (limit is not None and left <= limit)
+
+
+def _host_limit(golden: Mapping[str, Any]) -> int | None:
+    """Bytes that golden.max_memory leaves the host, by which only accelerate's strategies go."""
+    limit = (golden["max_memory"] or {}).get("cpu")
+    if limit is None or golden["device_map"] not in STRATEGIES:
+        return None
     from accelerate.utils import convert_file_size_to_int
 
-    limit = (golden["max_memory"] or {}).get("cpu")
-    return bool(golden["offload_folder"]) or (limit is not None and left <= convert_file_size_to_int(limit))
+    return convert_file_size_to_int(limit)
 
 
 def _asked(golden: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -302,7 +311,7 @@ def _gpus() -> tuple[list[Gpu], str]:
     code, output = _run("nvidia-smi", *query, *([f"--id={visible}"] if visible else []))
     if code is None:
         return [], "nvidia-smi is not here"
-    return (parse_nvidia_smi(output), "") if code == 0 else ([], " ".join(output.split("\n", 1)[0].split()))
+    return (parse_nvidia_smi(output), "") if code == 0 else ([], _first_line(output))
 
 
 def parse_nvidia_smi(text: str) -> list[Gpu]:
@@ -330,7 +339,7 @@ def check_neuron(prediction: Mapping[str, Any] | None, environment: Mapping[str,
 def check_sharding(model: Mapping[str, Any], ranks: int) -> Iterator[Check]:
     """Whether tensor parallelism of so many ranks fits the model's sizes; `model` is config.json.
 
-    Of experts Neuron generates descriptors for slices of at least SMALLEST_SLICE (docs/nxdi.md).
+    Of experts Neuron generates descriptors for slices of at least SMALLEST_SLICE (known_errors.py).
     """
     text = model.get("text_config") or model
     queries = text.get("num_attention_heads")
@@ -347,8 +356,7 @@ def check_sharding(model: Mapping[str, Any], ranks: int) -> Iterator[Check]:
         yield Check("intermediate size", WARN, f"{inner} is not divisible by {ranks} ranks", remedy)
     elif inner and is_moe and inner // ranks < SMALLEST_SLICE:
         slices = f"{inner} / {ranks} ranks = {inner // ranks} of each expert, below {SMALLEST_SLICE}"
-        remedy = "Take a smaller degree for the experts (moe_tp_degree) and more expert parallelism (moe_ep_degree)."
-        yield Check("intermediate size", WARN, f"{slices}: too small for Neuron's DGE", remedy)
+        yield Check("intermediate size", WARN, f"{slices}: too small for Neuron's DGE", SMALLER_SLICES_REMEDY)
 
 
 def check_driver() -> Check:
@@ -485,15 +493,12 @@ def check_whole_memory(
     on_gpus = sum(_room(golden, gpus)) if torch.cuda.is_available() else 0
     needed = max(0, prediction["whole"] - on_gpus) + IMPORTS
     text = f"the whole model is predicted to take {size(needed)} of {size(available)} available on the host"
-    limit = (golden["max_memory"] or {}).get("cpu")
-    if limit is not None and golden["device_map"] in STRATEGIES:
-        from accelerate.utils import convert_file_size_to_int
-
-        allowed = convert_file_size_to_int(limit)
-        left = max(0, sum(stage["weights"]["golden"] for stage in prediction["stages"].values()) - on_gpus)
-        if left > allowed and not golden["offload_folder"]:
-            text = f"{size(left)} of weights have no place on GPUs, and golden.max_memory leaves the host {limit}"
-            return Check("memory", FAIL, text, "Give golden.offload_folder a folder, or a larger golden.max_memory.")
+    limit = _host_limit(golden)
+    left = max(0, sum(stage["weights"]["golden"] for stage in prediction["stages"].values()) - on_gpus)
+    if limit is not None and left > limit and not golden["offload_folder"]:
+        allowed = golden["max_memory"]["cpu"]
+        text = f"{size(left)} of weights have no place on GPUs, and golden.max_memory leaves the host {allowed}"
+        return Check("memory", FAIL, text, "Give golden.offload_folder a folder, or a larger golden.max_memory.")
     if needed <= available:
         return Check("memory", OK, text)
     if golden["offload_folder"]:
@@ -538,8 +543,9 @@ def require_slurm() -> None:
     if code is None:
         raise UserError("sinfo: is not here, so there is no Slurm. Run on a login node, or without --workflow-profile.")
     if code:
-        said = " ".join(output.split("\n", 1)[0].split())
-        raise UserError(f"sinfo: Slurm does not answer ({said}). Wait until its controller runs, or see slurm.conf.")
+        raise UserError(
+            f"sinfo: Slurm does not answer ({_first_line(output)}). Wait until its controller runs, or see slurm.conf."
+        )
 
 
 def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -> Check:
@@ -590,6 +596,10 @@ def _run(*command: str) -> tuple[int | None, str]:
     except (OSError, subprocess.TimeoutExpired):
         return None, ""
     return done.returncode, done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def lines(checks: Iterable[Check]) -> Iterator[str]:

@@ -67,20 +67,20 @@ class Tracing(TorchFunctionMode):
         name, given = _name(func), _tensors((args, kwargs))
         if name.endswith("_like") or name.startswith("new_"):
             given = []  # of the tensor only its shape goes in
-        if name in LEAVING:
-            for tensor in given:
-                self._constant.pop(tensor, None)
         read = [one for one in given if self.sources(one)]
         if not read:
-            if name not in ENTERING and all(one in self._constant for one in given):
+            if name not in (*ENTERING, *LEAVING) and all(one in self._constant for one in given):
                 self._constant.update(dict.fromkeys(_tensors(result), True))
+            elif name in LEAVING or _is_in_place(name) or "out" in (kwargs or {}):  # what is written may be read
+                for tensor in [*given, *(one._base for one in given if one._base is not None)]:
+                    self._constant.pop(tensor, None)
             return result
         sources = set().union(*map(self.sources, read))
         transposed = any(map(self.is_transposed, read))
         for made in _tensors(result):
             seen = [self.is_transposed(one) != _moves_last(one, made) for one in read if _is_view(one, made)]
             self.add(made, sources, any(seen) if seen else transposed)
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        if _is_in_place(name):
             for written in (args[0], args[0]._base):
                 if isinstance(written, torch.Tensor):
                     self.add(written, sources, transposed)
@@ -114,6 +114,10 @@ def _name(func: Callable) -> str:
     """A torch function's name; of a property such as `.T`, the property's."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+
+
+def _is_in_place(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

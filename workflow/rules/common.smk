@@ -14,7 +14,7 @@ sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
 from snakemake.settings.types import DeploymentMethod
 
-from layerproof import captured, client, containers, preflight, stages, stored
+from layerproof import captured, client, containers, stages, stored
 from layerproof.config import DEFAULT_CHECKPOINT, read, resolve
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
