@@ -4,9 +4,9 @@
 # make setup-s3      sets up for a golden that is kept on S3, too (docs/clusters.md)
 # make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
+# PYTHON=...    the Python to set up with, in place of the one that requirements/find-python.sh finds
 
 VENV := .venv
-PYTHON ?= python3
 CORES ?= 1
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
@@ -41,7 +41,7 @@ setup-dev: $(VENV)/dev.done
 	bash tests/install-chromium.sh
 
 $(VENV)/bin/uv: requirements/uv.txt
-	$(PYTHON) -m venv $(VENV)
+	python=$(or $(PYTHON),"$$(sh requirements/find-python.sh)") && "$$python" -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --require-hashes -r requirements/uv.txt
 
 $(VENV)/%.done: requirements/%.txt $(VENV)/bin/uv

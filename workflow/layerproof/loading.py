@@ -81,11 +81,12 @@ def meta_stage(
     """
     model = _whole_model(directory, sha256(directory / CONFIG), trust_remote_code, dtype, **implementations)
     layers = cast("torch.nn.ModuleList", model.get_submodule(parts_of(model).layers))
-    empty: dict[int, Any] = {  # which deepcopy takes for copies of what is in other layers
-        id(modules): type(modules)()
+    empty: dict[int, Any] = {  # which deepcopy takes for copies of other layers' modules, parameters, hooks
+        id(held): type(held)()
         for index, layer in enumerate(layers)
-        for modules in (layer._modules, layer._parameters, layer._buffers, layer._non_persistent_buffers_set)
         if index != layer_of(stage)
+        for held in vars(layer).values()
+        if isinstance(held, dict | set)
     }
     return copy.deepcopy(model, empty)
 
@@ -118,13 +119,18 @@ class Parts:
                 return stage
         return None
 
+    def path_of(self, stage: str) -> str:
+        """The name of the module that a stage is."""
+        if (layer := layer_of(stage)) is not None:
+            return f"{self.layers}.{layer}"
+        return {EMBED: self.embed, NORM: self.norm, LM_HEAD: self.lm_head}[stage]
+
 
 def parameters_of(model: PreTrainedModel, stage: str) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a stage by their names in the model, also those that a tied head shares."""
-    parts = parts_of(model)
     tied = stage == LM_HEAD and model.config.get_text_config().tie_word_embeddings
-    owner = EMBED if tied else stage
-    return {name: tensor for name, tensor in model.state_dict().items() if parts.stage_of(name) == owner}
+    path = parts_of(model).path_of(EMBED if tied else stage)
+    return model.get_submodule(path).state_dict(prefix=f"{path}.")
 
 
 def held_by(model: PreTrainedModel, stage: str) -> dict[str, dict[str, Any]]:
@@ -143,7 +149,6 @@ def parts_of(model: PreTrainedModel) -> Parts:
     Raises:
         UserError: if the decoder is not an embedding, `layers`, a norm and a head, as those of transformers' style are.
     """
-    names = {module: name for name, module in model.named_modules()}
     decoder = model.get_decoder()
     if decoder is model:  # llama4's accessor answers with the model itself
         decoder = cast("torch.nn.Module", model.model)
@@ -154,7 +159,10 @@ def parts_of(model: PreTrainedModel) -> Parts:
             f"config.yaml: model.checkpoint: {type(model).__name__} is not made of an embedding, layers, a norm and a head, "
             f"so it cannot be cut in stages. Name a decoder such as Llama, Qwen, Gemma, DeepSeek, gpt-oss or MiniMax."
         )
-    return Parts(names[model.get_input_embeddings()], names[decoder.layers], names[norm], names[head])
+    layers = cast("torch.nn.Module", decoder.layers)
+    inside = set(layers.children())  # which would all be looked through at each call
+    names = {module: name for name, module in model.named_modules(memo=inside)}
+    return Parts(names[model.get_input_embeddings()], names[layers], names[norm], names[head])
 
 
 def conversion(model: PreTrainedModel) -> tuple[list[WeightTransform], HfQuantizer | None]:

@@ -535,9 +535,7 @@ def _inputs_text(lengths: Sequence[int], inputs: Mapping[str, Any]) -> str:
 def _prompt_lengths(comparisons: Sequence[Comparison]) -> list[int]:
     """Tokens compared by prompt, from the tap with the most: those after a router may leave some out."""
     lengths = (
-        [sum(R is not None for R in row) for row in tap["token_R"]]
-        for _, _, tap in _taps(comparisons)
-        if "token_R" in tap
+        [len(row) - row.count(None) for row in tap["token_R"]] for _, _, tap in _taps(comparisons) if "token_R" in tap
     )
     return max(lengths, key=sum, default=[])
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from layerproof.loading import parts_of
-from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of
+from layerproof.stages import EMBED, LM_HEAD, layer_of
 from layerproof.taps import OUT, Edit, TapsDone, collecting, dense_weights, tap, tap_as
 
 if TYPE_CHECKING:
@@ -92,11 +92,7 @@ def run_stage(
 
 def stage_module(model: PreTrainedModel, stage: str) -> nn.Module:
     """The module of a transformers causal language model that a stage runs."""
-    parts = parts_of(model)
-    layer = layer_of(stage)
-    if layer is not None:
-        return cast("nn.ModuleList", model.get_submodule(parts.layers))[layer]
-    return model.get_submodule({EMBED: parts.embed, NORM: parts.norm, LM_HEAD: parts.lm_head}[stage])
+    return model.get_submodule(parts_of(model).path_of(stage))
 
 
 def _pass_through(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
