@@ -113,9 +113,9 @@ def test_what_the_config_names_is_seen_and_a_rebuilt_image_runs_its_side_again(i
 def test_recipes_and_scripts_are_clean_to_shellcheck(tmp_path):
     """What Apptainer runs of a recipe, by /bin/sh; and the scripts of tests and of docs/aws."""
     subprocess.run(["bash", REPOSITORY / "tests/apt-install.sh", "shellcheck"], check=True)
-    scripts = [*REPOSITORY.glob("tests/**/*.sh"), *REPOSITORY.glob("docs/**/*.sh")]
+    scripts = [path for folder in ("tests", "docs", "requirements") for path in REPOSITORY.glob(f"{folder}/**/*.sh")]
     recipes = sorted(REPOSITORY.glob("containers/*.def"))
-    assert len(scripts) >= 5 and len(recipes) == 2
+    assert len(scripts) >= 6 and len(recipes) == 2
     for recipe in recipes:
         for name, lines in re.findall(
             r"^%(post|environment|test)\n((?:    .*\n|\n)*)", recipe.read_text(), re.MULTILINE
