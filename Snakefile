@@ -18,6 +18,8 @@ min_version("9.27")
 
 
 include: "workflow/rules/common.smk"
+include: "workflow/rules/containers.smk"
+include: "workflow/rules/workers.smk"
 include: "workflow/rules/stamps.smk"
 include: "workflow/rules/settings.smk"
 include: "workflow/rules/resources.smk"
@@ -43,9 +45,7 @@ onstart:
     limit = workflow.scheduling_settings.max_jobs_per_timespan
     if limit and (limit.max_jobs, limit.timespan) == (100, 1):
         workflow.scheduler.job_rate_limiter = None
-    if prepares_port():
-        # In the environment that jobs get, or they would look for another process. Without it they start theirs.
-        shell("python -m layerproof.client || true", resources={"tmpdir": tempfile.gettempdir()})
+    prepare_port()
 
 
 rule all:

@@ -1,6 +1,7 @@
 # stages_per_job: several stages in one job, for models whose stages take less time than a job takes to start. Each stage keeps
 # its own files, log, record and stamp, so that of such a job, too, only the stages run that have to.
 
+import functools
 import itertools
 
 from snakemake.iocontainers import Wildcards

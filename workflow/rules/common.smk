@@ -1,21 +1,13 @@
 # config.yaml -> CONFIG (checked), the stages, and what every job's parameters are made of.
 
-import functools
-import json
 import os
-import secrets
-import shlex
 import sys
-import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
-from snakemake.settings.types import DeploymentMethod
-
-from layerproof import captured, client, containers, stages, stored
-from layerproof.config import DEFAULT_CHECKPOINT, read, resolve
+from layerproof import stages
+from layerproof.config import read, resolve
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
 from layerproof.jobs import package_versions
@@ -53,27 +45,9 @@ CHAINS = CONFIG.chains
 GOLDEN = ALL_STAGES[: max(map(ALL_STAGES.index, STAGES)) + 1]
 BISECTED = stages.first_run(STAGES, CONFIG.num_layers)
 PACKAGES = package_versions()
-CONTAINERS = SETTINGS["containers"]
 TAKES_GOLDEN = SETTINGS["golden"]["mode"] == "stored"
 GOLDEN_RULE = {"stored": "take_golden", "whole": "golden_whole"}.get(SETTINGS["golden"]["mode"], "golden_stage")
 STORES_GOLDEN = SETTINGS["golden"]["storage"] and not TAKES_GOLDEN
-IN_CONTAINERS = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method
-
-if IN_CONTAINERS:
-    USED = [
-        workflow.basedir,
-        CHECKPOINT,
-        SETTINGS["inputs"]["prompts"],
-        SETTINGS["inputs"]["token_ids"],
-        SETTINGS["port"]["module"],
-        SETTINGS["port"]["captured"],
-    ]
-    for argument in containers.arguments(
-        [Path(path) for path in [*USED, *os.environ.get("PYTHONPATH", "").split(":")] if path]
-    ):
-        # It is there already in jobs that a cluster runs.
-        if f" {argument} " not in f" {workflow.deployment_settings.apptainer_args} ":
-            workflow.deployment_settings.apptainer_args += f" {argument}"
 
 
 def block_rule(rule_name, stage):
@@ -93,41 +67,9 @@ for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_
         of_rules.update({name: of_rules.get(name, of_rules[rule_name]) for name in chains | blocks})
 
 
-# Jobs share processes, which end with this one. Not in containers, where they would end with the first job; nor if code comes
-# with the checkpoint: what it keeps is not told from what the library's own stages keep.
-WORKERS = os.path.join(tempfile.gettempdir(), f"layerproof-{secrets.token_hex(8)}-{os.getpid()}")
-IS_SHARED = not (workflow.deployment_settings.deployment_method or SETTINGS["model"]["trust_remote_code"])
-SHARED = f"LAYERPROOF_WORKERS={shlex.quote(WORKERS)}" if IS_SHARED else ""
-LIBRARY = shlex.quote(os.path.join(workflow.basedir, "workflow"))
-shell.executable("bash")
-shell.prefix(
-    # USE_TORCH_XLA: accelerate would start the XLA runtime in golden jobs, which have no use for it.
-    f"set -euo pipefail; export PYTHONPATH={LIBRARY}${{{{PYTHONPATH:+:$PYTHONPATH}}}} USE_TORCH_XLA=0 {SHARED}; "
-)
-
-
-RUN_PORTS = ("port_stage", "force_stage", "chain_", "bisect")
-
-
-def prepares_port():
-    """Whether this call runs a port whose process can import what it needs while other jobs run."""
-    return (
-        IS_SHARED
-        and workflow.local_exec
-        and not workflow.touch
-        and client.is_cpu(SETTINGS["port"]["device"])
-        and any(job.rule.name.startswith(RUN_PORTS) for job in workflow.dag.needrun_jobs())
-    )
-
-
 wildcard_constraints:
     stage="|".join(ALL_STAGES),
     run=r"[A-Za-z0-9._-]+",
-
-
-@functools.cache
-def image_digest(image):
-    return or_exit(containers.digest, image, Path(".layerproof/images"))
 
 
 def spec(side, /, *packages, **settings):

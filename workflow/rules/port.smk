@@ -2,6 +2,8 @@
 # the same for the first stage of a chain -> results/chain/A-B/STAGE.h5
 # tensors captured of a whole compiled model -> results/chain/captured/STAGE.h5
 
+from layerproof import captured
+
 
 rule port_stage:
     """One stage of the port, fed with the golden input of that stage."""

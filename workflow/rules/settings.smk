@@ -1,6 +1,12 @@
 # What the output of each job depends on besides its files, as canonical JSON: the settings and package versions that it
 # uses and no others, so that a change of config.yaml runs only the jobs it concerns.
 
+import functools
+import json
+from types import SimpleNamespace
+
+from layerproof import captured, stored
+
 
 def checkpoint_spec(wildcards):
     return spec(

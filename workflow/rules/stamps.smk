@@ -1,6 +1,10 @@
 # Which jobs have to run for a reason that Snakemake does not see (records.py): their parameter `stamp` changes, and a stamp
 # file that is their input is renewed.
 
+import json
+import secrets
+from types import SimpleNamespace
+
 from layerproof.records import Stamps
 
 STAMPS = Stamps(
