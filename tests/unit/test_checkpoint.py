@@ -164,6 +164,17 @@ def test_moving_a_tensor_to_another_shard_changes_no_digest(model):
     assert torch.equal(weight.bfloat16(), moved[DOWN])
 
 
+def test_shards_in_a_folder_and_an_index_of_nothing_are_told(model):
+    """A shard is known by its name, so one of a folder would be taken for one that is beside the index."""
+    shard = shard_of(model, DOWN).name
+    point_index(model, {DOWN: f"sub/{shard}"})
+    with pytest.raises(UserError, match=rf"names sub/{shard}, in a folder\. Put all shards beside the index\."):
+        checkpoint.shards(model)
+    (model / checkpoint.INDEX).write_text('{"weight_map": {}}')
+    with pytest.raises(UserError, match="names no tensor"):
+        checkpoint.shards(model)
+
+
 def test_a_truncated_shard_fails_the_stages_whose_tensors_are_cut(model):
     shard = shard_of(model, DOWN)
     os.truncate(shard, shard.stat().st_size - 1)
@@ -179,6 +190,7 @@ def test_a_truncated_shard_fails_the_stages_whose_tensors_are_cut(model):
     ("damage", "told"),
     [
         (lambda path: path.unlink(), "is not there; the index names it. Copy the shard again."),
+        (lambda path: path.unlink() or path.mkdir(), "cannot be read (Is a directory). Copy the shard again."),
         (lambda path: path.write_bytes(b""), "has no readable header (truncated?). Copy the shard again."),
         (lambda path: os.truncate(path, 40), "has no readable header (truncated?). Copy the shard again."),
         (lambda path: path.write_bytes(b"\xff" * 300), "has no readable header (truncated?). Copy the shard again."),
@@ -187,7 +199,7 @@ def test_a_truncated_shard_fails_the_stages_whose_tensors_are_cut(model):
         (lambda path: path.write_bytes((9).to_bytes(8, "little") + b'{"a": 1} '), "has no readable header"),
         (lambda path: path.write_bytes((10).to_bytes(8, "little") + b'{"a": {}} '), "has no readable header"),
     ],
-    ids=["gone", "empty", "cut", "huge", "garbage", "list", "number", "fields"],
+    ids=["gone", "folder", "empty", "cut", "huge", "garbage", "list", "number", "fields"],
 )
 def test_a_damaged_shard_fails_only_the_stages_that_need_it(model, damage, told):
     shard = shard_of(model, DOWN)
@@ -220,14 +232,15 @@ def test_a_tensor_that_only_the_index_names(model):
 
 def test_a_tensor_that_nothing_names(model):
     """Neither index nor shard know it: only the model that config.json describes does."""
+    whole = describe(model)["layer_001"]
     edit(model, shard_of(model, DOWN).name, lambda held: held.pop(DOWN))
     index = json.loads((model / checkpoint.INDEX).read_text())
     del index["weight_map"][DOWN]
     (model / checkpoint.INDEX).write_text(json.dumps(index))
-    description = describe(model)["layer_001"]
-    with pytest.raises(
-        StageError, match=r"^layer_001: the checkpoint .* lacks model\.layers\.1\.mlp\.down_proj\.weight"
-    ):
+    wanted = f"layer_001: {model} has no tensor for model.layers.1.mlp.down_proj.weight. Copy the checkpoint again."
+    assert failed(describe(model)) == {"layer_001": wanted}
+    description = {"tensors": {name: entry for name, entry in whole["tensors"].items() if name != DOWN}}
+    with pytest.raises(StageError, match=r"^layer_001: the checkpoint .* lacks model\.layers\.1\.mlp\.down_proj\.w"):
         load(model, "layer_001", description)
 
 

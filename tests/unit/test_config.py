@@ -158,6 +158,10 @@ WRONG = {
         ["golden.max_memory: 'gpu'", "number of a GPU"],
     ),
     "a map that is none": (changed(golden__device_map="nowhere"), ["golden.device_map: 'nowhere'", "balanced_low_0"]),
+    "a map of nothing": (changed(golden__device_map={}), ["golden.device_map: {}"]),
+    "a map to a list": (changed(golden__device_map={"": [1]}), ["golden.device_map.: [1] must be integer or string"]),
+    "a map to nowhere": (changed(golden__device_map={"": "nix"}), ["golden.device_map.: 'nix'", "cuda:N, cpu or disk"]),
+    "integer with a point": (changed(stages_per_job=2.0), ["stages_per_job: 2.0 must be integer"]),
     "enum": (changed(golden__dtype="fp16"), ["golden.dtype: 'fp16'", "bfloat16, float16."]),
     "enum with null": (
         changed(golden__attn_implementation="flash"),

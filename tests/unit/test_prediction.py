@@ -80,6 +80,8 @@ def test_disk_is_that_of_the_stages_which_run(tmp_path):
     only_out = sum(stored(tmp_path / f"{stage}.h5") for stage in ("embed", "layer_000"))
     assert some["files"] - two["files"] == only_out - 2 * whole["stages"]["layer_001"]["kept"] // 5
     assert some["stages"] == whole["stages"]
+    taps = {stage: one["files"] - one["kept"] // 5 for stage, one in whole["stages"].items()}
+    assert 0 < some["forced"] < taps["layer_001"] and whole["forced"] < sum(taps.values())
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -1,5 +1,6 @@
 """What preflight says of a host: of devices as their drivers describe them, of memory, disk, versions and checkpoint."""
 
+import errno
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ NO_DRIVER = (
 )
 GOLDEN = {"device": "auto", "mode": "streamed"}
 WHOLE = {"device": "cpu", "mode": "whole", "device_map": "auto", "max_memory": None, "offload_folder": None}
-PREDICTION = {"golden": 8 * GIB, "port": 8 * GIB, "whole": 430 * GIB, "files": 3 * GIB, "stages": {}}
+PREDICTION = {"golden": 8 * GIB, "port": 8 * GIB, "whole": 430 * GIB, "files": 3 * GIB, "forced": GIB, "stages": {}}
 
 
 def statuses(checks):
@@ -419,17 +420,28 @@ def test_memory_and_disk(tmp_path):
     assert preflight.check_memory("golden", PREDICTION, 10 * GIB).status == "ok"
     assert preflight.check_memory("golden", PREDICTION, 8 * GIB).status == "warn"
     assert preflight.check_memory("golden", None, 0).status == "ok"
-    assert preflight.check_disk(tmp_path, PREDICTION, 3 * GIB).status == "ok"
-    assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "fail"
+    assert preflight.check_disk(tmp_path, PREDICTION, 5 * GIB).status == "ok"
+    if_all_fail = preflight.check_disk(tmp_path, PREDICTION, 4 * GIB)
+    assert if_all_fail.status == "warn" and "if all stages fail, 1.07 GB more" in if_all_fail.text
+    assert preflight.check_disk(tmp_path, PREDICTION, 3 * GIB).status == "fail", (
+        "noise and plots come beside the tensors"
+    )
     for folder in ("forced", "golden"):
         (tmp_path / folder).mkdir()
         with open(tmp_path / folder / "layer.h5", "wb") as file:
             file.truncate(GIB)
         if folder == "forced":
-            assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "fail", (
-                "of which nothing was predicted"
-            )
-    assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "ok", "what is there needs no room"
+            assert preflight.check_disk(tmp_path, PREDICTION, 3 * GIB).status == "fail", "they are not among its files"
+    assert preflight.check_disk(tmp_path, PREDICTION, 4 * GIB).status == "ok", "what is there needs no room"
+
+
+def test_results_that_cannot_be_written_are_told(tmp_path, monkeypatch):
+    def refuse(**options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(preflight.tempfile, "TemporaryFile", refuse)
+    check = preflight.check_disk(tmp_path, PREDICTION, 5 * GIB)
+    assert (check.status, check.text) == ("fail", f"{tmp_path} cannot be written (Read-only file system)")
 
 
 def test_the_compile_cache_must_be_writable(tmp_path):

@@ -71,6 +71,20 @@ def test_the_whole_golden_in_one_job_makes_what_a_job_for_each_stage_makes(jobs)
     assert made == {"golden/layer_001.h5", "noise/layer_001.h5"}
 
 
+def test_a_whole_golden_that_cannot_be_loaded_is_tried_once(jobs):
+    whole = workflow_of(jobs.directory.parent / "unloaded", golden={"mode": "whole", "device_map": "cpu"})
+    loading = "model = _load(directory, settings)"
+    whole.edit(
+        "workflow/layerproof/whole.py", (loading, "open('tried', 'a').write('x'); raise RuntimeError('no room')")
+    )
+    assert whole.run().returncode == 0
+    assert (whole.directory / "tried").read_text() == "x"
+    verdict = json.loads((whole.results / "verdicts.json").read_text())
+    assert verdict["overall"] == "error"
+    with h5py.File(whole.results / "golden/norm.h5") as file:
+        assert "no room" in str(file.attrs["error"])
+
+
 def test_one_process_makes_the_tensors_comparisons_and_report_of_the_workflow(jobs):
     process = workflow_of(jobs.directory.parent / "process")
     options = process.options()

@@ -104,13 +104,19 @@ def shards(directory: Path) -> list[str]:
     """File names of the checkpoint's shards.
 
     Raises:
-        UserError: if there are no safetensors.
+        UserError: if there are no safetensors, or some are not in this directory itself.
     """
     if (directory / INDEX).exists():
         try:
-            return sorted(set(read_json(directory / INDEX)["weight_map"].values()))
+            names = sorted(set(read_json(directory / INDEX)["weight_map"].values()))
+            elsewhere = [name for name in names if Path(name).name != name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{directory / INDEX}: cannot be read ({error}). Copy the file again.") from None
+        if not names:
+            raise UserError(f"{directory / INDEX}: names no tensor. Copy the file again.")
+        if elsewhere:
+            raise UserError(f"{directory / INDEX}: names {elsewhere[0]}, in a folder. Put all shards beside the index.")
+        return names
     if (directory / SINGLE).exists():
         return [SINGLE]
     raise UserError(f"{directory}: has neither {INDEX} nor {SINGLE}. model.checkpoint must hold safetensors.")
@@ -120,7 +126,7 @@ def read_shard_header(path: Path) -> dict[str, TensorOnDisk]:
     """Tensors that one safetensors file holds, from its header alone.
 
     Raises:
-        StageError: if the file is missing, truncated or not safetensors.
+        StageError: if the file is missing, cannot be read, is truncated or not safetensors.
     """
     try:
         with open(path, "rb") as file:
@@ -141,6 +147,8 @@ def read_shard_header(path: Path) -> dict[str, TensorOnDisk]:
         }
     except FileNotFoundError:
         raise StageError(f"{path}: is not there; the index names it. Copy the shard again.") from None
+    except OSError as error:
+        raise StageError(f"{path}: cannot be read ({error.strerror}). Copy the shard again.") from None
     except (struct.error, ValueError, MemoryError, OverflowError, AttributeError, TypeError, KeyError, IndexError):
         raise StageError(f"{path}: has no readable header (truncated?). Copy the shard again.") from None
 

@@ -89,11 +89,15 @@ def make_golden(args: argparse.Namespace) -> None:
     checkpoint, prompts = _checkpoint(args), args.tokens.absolute()
 
     @fingerprint.cached
-    def start() -> Whole:
+    def start() -> Whole | Exception:
+        """What it fails of is kept, too: it would take as long for the next stage, and fail again."""
         with unrecorded():
             from layerproof import tokens, whole
 
-        return whole.Whole.start(checkpoint, tokens.Tokens.read(prompts), args.spec)
+        try:
+            return whole.Whole.start(checkpoint, tokens.Tokens.read(prompts), args.spec)
+        except Exception as error:
+            return error
 
     def make_stage(
         spec: Mapping[str, Any], weights: Path, before: tuple[Path | None, ...], outputs: tuple[Path, ...]
@@ -105,6 +109,8 @@ def make_golden(args: argparse.Namespace) -> None:
         previous, previous_noise = (path and path.absolute() for path in before)
         output, noise = (path.absolute() for path in outputs)
         model = start() if spec["mode"] == "whole" else None
+        if isinstance(model, Exception):
+            raise model
         files = previous, previous_noise, output, noise
         golden.make_stage(spec["stage"], checkpoint, description, ids, *files, settings=spec, whole=model)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jsonschema
+import jsonschema.validators
 import yaml
 
 from layerproof import captured, checkpoint, stages, tiny
@@ -171,7 +172,9 @@ def _name_gpus(values: dict[str, Any]) -> None:
 
 
 def _check_schema(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    validator = jsonschema.Draft202012Validator(schema)
+    draft = jsonschema.Draft202012Validator
+    types = draft.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # it would take 2.0
+    validator = jsonschema.validators.extend(draft, type_checker=types)(schema)
     errors = sorted(validator.iter_errors(values), key=lambda error: list(map(str, error.absolute_path)))
     if errors:
         raise UserError(f"config.yaml: {_explain(errors[0])}")

@@ -235,8 +235,8 @@ def describe_stages(
     """What each stage reads from the checkpoint, for results/weights/STAGE.json, and tensors that no stage loads.
 
     By stage: `{"digest", "tensors": {name: {"file", "parameter", "dtype", "shape", "sha256"}}}`, or `{"error": message}` if
-    a shard of that stage is damaged or a tensor that the index names is not there. The digest covers names, dtypes,
-    shapes and contents.
+    a shard of that stage is damaged, or a tensor is not there that the index names or the model needs. The digest covers
+    names, dtypes, shapes and contents.
 
     Raises:
         UserError: if the checkpoint as a whole cannot be used.
@@ -254,7 +254,15 @@ def describe_stages(
     expected: dict[str, str] = read_json(index)["weight_map"] if index.exists() else dict.fromkeys(found, SINGLE)
     model = meta_model(directory, trust_remote_code)
     by_stage, unused = assign_stages(model, sorted({*expected, *found}))
-    return {stage: describe(stage, by_stage.get(stage, {}), found, expected, damaged) for stage in stages}, unused
+    described = {stage: describe(stage, by_stage.get(stage, {}), found, expected, damaged) for stage in stages}
+    for stage, entry in described.items():
+        filled = {tensor["parameter"] for tensor in entry.get("tensors", {}).values()}
+        missing = sorted(parameters_of(model, stage).keys() - filled)
+        if "tensors" in entry and missing:
+            described[stage] = {
+                "error": f"{stage}: {directory} has no tensor for {missing[0]}. Copy the checkpoint again."
+            }
+    return described, unused
 
 
 def load_stage(

@@ -60,7 +60,8 @@ def predict(
     `before` them whose golden alone runs, and how many `chains` run a stage, by stage. Of each stage: `weights` by side, the
     peak of its `golden` and its `port` job, and `files`, its tensors in results/ with one chain, of which `kept` are those
     that stay with `compare.taps: auto` if it passes. Of the run: the largest job of each side, the `whole` golden in one
-    process, all `files` of the stages that it runs, what is `kept` if all pass, and the `machines` that have the memory.
+    process, all `files` of the stages that it runs, what is `kept` if all pass and what is `forced` besides if all fail, and
+    the `machines` that have the memory.
 
     Raises:
         UserError: as `loading.meta_model` does.
@@ -76,7 +77,7 @@ def predict(
     ported = model(port_dtype, STATIC_EXPERTS if settings["port"]["backend"] == "transformers" else ONE_EXPERT)
     known: dict[Any, list[Activations]] = {}
     stages = {}
-    files = kept = 0
+    files = kept = forced = 0
     for stage, description in descriptions.items():
         if "error" in description:
             continue
@@ -108,6 +109,7 @@ def predict(
         if stage in settings["compared"]:
             other_chains = (settings["chains"].get(stage, 0) - 1) * port.out
             files += stages[stage]["files"] + other_chains
+            forced += port.taps
             kept += stages[stage]["kept"] + other_chains
         elif stage in settings["before"]:
             files += run.out
@@ -122,6 +124,7 @@ def predict(
         "whole": whole + beside,
         "files": files,
         "kept": kept,
+        "forced": forced,
     }
     return prediction | {"machines": machines(prediction)}
 

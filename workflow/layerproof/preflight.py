@@ -34,6 +34,8 @@ from layerproof.known_errors import SMALLER_SLICES_REMEDY
 OK, WARN, FAIL = "ok", "warn", "fail"
 IMPORTS = 1 << 30
 """Bytes that a process takes for its imports, more than was measured (`make bench`)."""
+BESIDE_FILES = 16_000_000, 1.05
+"""Bytes that noise, plots, logs and records take besides a run's tensors: of a small run, and in proportion."""
 LIBRARIES = {
     # accelerate: for FP8, and the whole model
     "golden": ("torch", "transformers", "accelerate", "safetensors", "h5py"),
@@ -549,16 +551,25 @@ def require_slurm() -> None:
 
 
 def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -> Check:
-    """Room for the tensors that results/ does not hold yet."""
+    """Whether results/ can be written, and has room for what it does not hold yet, also if stages fail."""
+    try:
+        with tempfile.TemporaryFile(dir=_existing(results)):
+            pass
+    except OSError as error:
+        text = f"{results} cannot be written ({error.strerror})"
+        return Check("disk", FAIL, text, "Make it a directory, or a link to one, that you may write to.")
     if not prediction:
         return Check("disk", OK, f"{size(free)} free")
     folders = ("golden", "port", "chain")  # whose files the prediction counts
     there = sum(path.stat().st_size for folder in folders for path in (results / folder).rglob("*.h5"))
-    needed = max(0, prediction["files"] - there)
-    text = f"{size(needed)} of tensors are still to be written, {size(free)} are free"
-    if needed <= free:
-        return Check("disk", OK, text)
-    return Check("disk", FAIL, text, f"Free disk space, or make {results} a link to a larger disk.")
+    needed = max(0, BESIDE_FILES[0] + BESIDE_FILES[1] * prediction["files"] - there)
+    text = f"{size(needed)} are still to be written, {size(free)} are free"
+    remedy = f"Free disk space, or make {results} a link to a larger disk."
+    if needed > free:
+        return Check("disk", FAIL, text, remedy)
+    if needed + prediction["forced"] > free:
+        return Check("disk", WARN, f"{text}; if all stages fail, {size(prediction['forced'])} more are needed", remedy)
+    return Check("disk", OK, text)
 
 
 def check_checkpoint(directory: Path) -> Check:
