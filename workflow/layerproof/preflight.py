@@ -35,7 +35,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 IMPORTS = 1 << 30
 """Bytes that a process takes for its imports, more than was measured (`make bench`)."""
 BESIDE_FILES = 16_000_000, 1.05
-"""Bytes that noise, plots, logs and records take besides a run's tensors: of a small run, and in proportion."""
+"""What noise, plots, logs and records take, too: bytes of a small run, and times the tensors that are to be written."""
 LIBRARIES = {
     # accelerate: for FP8, and the whole model
     "golden": ("torch", "transformers", "accelerate", "safetensors", "h5py"),
@@ -562,7 +562,7 @@ def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -
         return Check("disk", OK, f"{size(free)} free")
     folders = ("golden", "port", "chain")  # whose files the prediction counts
     there = sum(path.stat().st_size for folder in folders for path in (results / folder).rglob("*.h5"))
-    needed = max(0, BESIDE_FILES[0] + BESIDE_FILES[1] * prediction["files"] - there)
+    needed = BESIDE_FILES[0] + BESIDE_FILES[1] * max(0, prediction["files"] - there)
     text = f"{size(needed)} are still to be written, {size(free)} are free"
     remedy = f"Free disk space, or make {results} a link to a larger disk."
     if needed > free:
