@@ -111,7 +111,7 @@ def test_what_the_config_names_is_seen_and_a_rebuilt_image_runs_its_side_again(i
 
 
 def test_recipes_and_scripts_are_clean_to_shellcheck(tmp_path):
-    """What Apptainer runs of a recipe, by /bin/sh; and the scripts of tests and of docs/aws."""
+    """What Apptainer runs of a recipe, by /bin/sh; and the scripts of tests, docs and set-up."""
     subprocess.run(["bash", REPOSITORY / "tests/apt-install.sh", "shellcheck"], check=True)
     scripts = [path for folder in ("tests", "docs", "requirements") for path in REPOSITORY.glob(f"{folder}/**/*.sh")]
     recipes = sorted(REPOSITORY.glob("containers/*.def"))

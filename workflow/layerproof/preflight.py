@@ -466,12 +466,10 @@ def check_compile_cache(environment: Mapping[str, str]) -> Check:
     place = environment.get("NEURON_COMPILE_CACHE_URL") or (flags[1] if flags else COMPILE_CACHE)
     if place.startswith("s3://"):
         return Check("compile cache", OK, f"{place}, which was not written to")
-    try:
-        with tempfile.TemporaryFile(dir=_existing(Path(place))):
-            return Check("compile cache", OK, place)
-    except OSError:
-        remedy = "Set NEURON_COMPILE_CACHE_URL to a directory that you may write to."
-        return Check("compile cache", WARN, f"{place} cannot be written to, so every run compiles anew", remedy)
+    if not _refusal(Path(place)):
+        return Check("compile cache", OK, place)
+    remedy = "Set NEURON_COMPILE_CACHE_URL to a directory that you may write to."
+    return Check("compile cache", WARN, f"{place} cannot be written to, so every run compiles anew", remedy)
 
 
 def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int) -> Check:
@@ -552,11 +550,8 @@ def require_slurm() -> None:
 
 def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -> Check:
     """Whether results/ can be written, and has room for what it does not hold yet, also if stages fail."""
-    try:
-        with tempfile.TemporaryFile(dir=_existing(results)):
-            pass
-    except OSError as error:
-        text = f"{results} cannot be written ({error.strerror})"
+    if refusal := _refusal(results):
+        text = f"{results} cannot be written ({refusal})"
         return Check("disk", FAIL, text, "Make it a directory, or a link to one, that you may write to.")
     if not prediction:
         return Check("disk", OK, f"{size(free)} free")
@@ -592,6 +587,15 @@ def check_checkpoint(directory: Path) -> Check:
         text, _, remedy = str(error).rpartition(". ")
         return Check("checkpoint", WARN, text or str(error), remedy)
     return Check("checkpoint", OK, f"{len(names)} shards, {len(found)} tensors")
+
+
+def _refusal(path: Path) -> str | None:
+    """Why no file can be written into a directory that is there or would be made; None if one can."""
+    try:
+        with tempfile.TemporaryFile(dir=_existing(path)):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _existing(path: Path) -> Path:
