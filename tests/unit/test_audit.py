@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from layerproof import audit, loading, port, tensors, trimming
+from layerproof.checkpoint import torch_name
 from models import save
 from streaming import TOKENS, stream
 
@@ -246,6 +247,39 @@ NORM, GATE = "model.layers.1.input_layernorm.weight", "model.layers.1.block_spar
 def test_what_becomes_of_a_tensor_on_its_way_is_told(run, tmp_path, name, line, kind, text):
     found = findings_in(run, tmp_path, OWN.format(name=name, line=line), notes=True)
     assert any(one == kind and sentence.startswith(text) for one, sentence in found), found
+
+
+AS_ON_DISK = """
+import torch
+
+HELD = {held}
+
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for number, (shape, dtype) in enumerate(HELD.values()):
+            self.register_buffer(f"q{{number}}", torch.zeros(shape).to(dtype))
+
+    def forward(self, x, positions, valid):
+        return x
+
+def build(stage):
+    return Own()
+
+def convert(stage, weights):
+    yield from ((f"q{{number}}", weights[name]) for number, name in enumerate(HELD))
+"""
+
+
+def test_a_port_may_keep_quantised_values_and_their_scales_as_they_are(run, tmp_path):
+    description, _ = loading.describe_stages(run / "model", [STAGE], trust_remote_code=False)
+    held = {
+        name: (entry["shape"], getattr(torch, torch_name(entry["dtype"])))
+        for name, entry in description[STAGE]["tensors"].items()
+        if name.startswith(f"{ATTENTION}q_proj.weight")
+    }
+    found = findings_in(run, tmp_path, AS_ON_DISK.format(held=held), notes=True)
+    assert [kind for kind, _ in found] == ["never read"], found
 
 
 OWN_INITIAL = """

@@ -237,6 +237,21 @@ def test_wrong_kind_of_dtype(stage):
     assert "int32" in stage.compare()["taps"]["mlp.out"]["reason"]
 
 
+@pytest.mark.parametrize("name", ["layer_003", "lm_head"])
+@pytest.mark.parametrize("flipped", [False, True])
+def test_an_output_of_integers_fails(tmp_path, name, flipped):
+    stage = Stage(tmp_path, name)
+    if flipped:
+        flip(stage)
+    stage.write()
+    taps = {name: bfloat16(values) for name, values in stage.port.items()}
+    choice = {"router.choice": integers(stage.choices["port"])}
+    tensors.write(stage.port_path, {"port": taps | choice | {"out": integers(np.zeros((BATCH, SEQ, HIDDEN)))}})
+    result = stage.compare()
+    assert result["status"] == "fail" and "int32" in result["taps"]["out"]["reason"]
+    assert result["local_error"] is None
+
+
 def test_nothing_valid_fails(stage):
     stage.valid[:] = False
     result = stage.write().compare()

@@ -77,9 +77,7 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
     `description` is results/weights/STAGE.json, `port_dtype` as in the config. `golden` and `port` are None where that side
     did not run.
     """
-    on_disk: dict[str, int] = {}
-    for entry in description.get("tensors", {}).values():
-        on_disk[entry["dtype"]] = on_disk.get(entry["dtype"], 0) + bytes_on_disk(entry)
+    on_disk = _by_dtype((entry["dtype"], bytes_on_disk(entry)) for entry in description.get("tensors", {}).values())
     files = sum(trimming.whole_bytes(path) for path in (golden_file, port_file))
     result: dict[str, Any] = {"disk": on_disk, "golden": None, "port": None, "files": files, "findings": []}
     try:
@@ -132,6 +130,8 @@ class _Books:
         for parameter in self.parameters:
             if not parameter.of or "float" not in parameter.dtype:
                 continue
+            if {parameter.dtype} == {torch_name(self.tensors[name]["dtype"]) for name in parameter.of}:
+                continue  # just as it is on disk, quantised values and their scales too
             golden = max((self.golden[self.tensors[name]["parameter"]] for name in parameter.of), key=itemsize)
             disk = max((self._disk_dtype(name) for name in parameter.of), key=itemsize)
             if itemsize(parameter.dtype) > max(map(itemsize, (golden, disk, self.port_dtype))):
@@ -170,6 +170,8 @@ class _Books:
         for sources, group in self._sharing():
             parts, whole = sum(one.count for one in group), sum(map(self._counted, sources))
             names = _names(one.name for one in group)
+            if not whole:
+                continue  # scales that the port keeps beside the quantised values
             if parts > whole and len(group) > 1:
                 yield "twice", f"{_names(sources)}: loaded more than once, into {names}."
             elif parts > whole:

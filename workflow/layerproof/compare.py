@@ -106,16 +106,25 @@ def compare_taps(
         "reason": reason,
         "taps": taps,
         "routing": routing.summary() if routing else None,
-        "local_error": _relative_error(found, wanted, truth, valid),
+        "local_error": _local_error(taps[OUT], routing, found, wanted, truth, valid),
         "logits": compare_logits(found[OUT], wanted[OUT], valid) if stage == LM_HEAD and OUT in found else None,
     }
 
 
-def _relative_error(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], truth: Mapping[str, Tensor], valid: np.ndarray
+def _local_error(
+    out: Mapping[str, Any],
+    routing: Routing | None,
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    valid: np.ndarray,
 ) -> float | None:
-    """Relative L2 of port and golden over all valid tokens, flipped ones too, as a chain's propagated error is."""
-    if OUT not in found or found[OUT].shape != wanted[OUT].shape:
+    """Relative L2 of port and golden over all valid tokens, flipped ones too, as a chain's propagated error is; `out` is the
+    comparison without these.
+    """
+    if routing is None or not routing.left_out.any():
+        return out.get("rel_l2")
+    if OUT not in found or (found[OUT].shape, found[OUT].kind) != (wanted[OUT].shape, wanted[OUT].kind):
         return None
     return compare(found[OUT], wanted[OUT], truth[OUT], valid)["rel_l2"]
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from layerproof.errors import UserError
+from layerproof.errors import UserError, first_line
 from layerproof.ranks import free_port, mark
 
 BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
@@ -136,8 +136,7 @@ def _device(platform: str, hardware: str, rank: int) -> torch.device:
 
             return torch_xla.device()
         except (ImportError, RuntimeError) as error:
-            message = str(error).strip().splitlines()[0]
-            raise UserError(f"port.device: no XLA device for PJRT_DEVICE={hardware} ({message}).") from error
+            raise UserError(f"port.device: no XLA device for PJRT_DEVICE={hardware} ({first_line(error)}).") from error
     if platform == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

@@ -42,7 +42,7 @@ from layerproof.checkpoint import (
     shards,
     tensors_of_stage,
 )
-from layerproof.errors import StageError, UserError
+from layerproof.errors import StageError, UserError, first_line
 from layerproof.files import read_json, sha256
 from layerproof.stages import EMBED, LM_HEAD, NORM, layer_of, layer_stage
 from layerproof.tensors import dtype_name
@@ -304,7 +304,7 @@ def load_stage(
         raise StageError(f"{stage}: {name} has shape {list(found)} where config.json asks for {list(wanted)}.")
     if loading.conversion_errors:
         name, message = sorted(loading.conversion_errors.items())[0]
-        raise StageError(f"{stage}: {name} cannot be converted ({str(message).strip().splitlines()[0]}).")
+        raise StageError(f"{stage}: {name} cannot be converted ({first_line(message)}).")
     # With a dequantiser, transformers leaves what is not quantised as it is.
     for name in set(parameters.values()) - set(taken):
         tensor = model.get_parameter_or_buffer(name)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import h5py
 import numpy as np
 
-from layerproof.errors import StageError, StageMissing
+from layerproof.errors import StageError, StageMissing, first_line
 from layerproof.files import canonical_json, replacing
 from layerproof.metrics import STORAGE, Tensor, statistics
 from layerproof.noise import Noise
@@ -167,7 +167,7 @@ def replacing_or_saying_why(path: Path) -> Iterator[Path]:
         with replacing(path) as temporary:
             yield temporary
     except OSError as error:
-        raise StageError(f"{path}: cannot be written ({_first_line(error)}). Free disk space and run again.") from error
+        raise StageError(f"{path}: cannot be written ({first_line(error)}). Free disk space and run again.") from error
 
 
 @contextlib.contextmanager
@@ -272,7 +272,7 @@ def reading(path: Path) -> Iterator[h5py.File]:
         raise StageError(f"{path}: is not there. Run snakemake again to make it.") from error
     except (OSError, RuntimeError, KeyError) as error:
         raise StageError(
-            f"{path}: cannot be read, the file is damaged ({_first_line(error)}). Delete it and run again."
+            f"{path}: cannot be read, the file is damaged ({first_line(error)}). Delete it and run again."
         ) from error
 
 
@@ -368,7 +368,7 @@ def check(path: Path) -> None:
         StageError: as `reading` does, if any of it is damaged.
     """
     with reading(path) as file:
-        for group in ("golden", "truth", "port"):
+        for group in ("golden", "truth"):
             for tap in taps(file, group).values():
                 for row in range(tap.shape[0]):
                     tap.data[row]
@@ -386,7 +386,3 @@ def read_stage_input(path: Path, name: str) -> Tensor:
         raise
     except StageError as error:
         raise StageMissing(f"no input, because an earlier stage failed: {error}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

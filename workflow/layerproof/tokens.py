@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from layerproof.errors import UserError
+from layerproof.errors import UserError, first_line
 from layerproof.files import read_json, write_json
 
 
@@ -106,9 +106,8 @@ def make(
         try:
             tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            message = str(error).strip().splitlines()[0]
             raise UserError(
-                f"{directory}: has no usable tokenizer ({message}). Give inputs.token_ids instead."
+                f"{directory}: has no usable tokenizer ({first_line(error)}). Give inputs.token_ids instead."
             ) from None
         rows = [tokenizer(text)["input_ids"] for text in texts]
         if not all(rows):

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerproof import loading
-from layerproof.errors import UserError
+from layerproof.errors import UserError, first_line
 from layerproof.stages import EMBED, LM_HEAD, all_stages, layer_of
 from layerproof.tokens import Tokens
 from layerproof.transformers_stage import first_of, hooked, stage_module
@@ -63,9 +63,9 @@ def _load(directory: Path, settings: Mapping[str, Any]) -> PreTrainedModel:
         if isinstance(settings["device_map"], Mapping):  # transformers does so only where there are several devices
             check_device_map(model, dict(settings["device_map"]))
     except (ValueError, RuntimeError, AssertionError, OSError) as error:
-        message = str(error).strip().splitlines()[0]
         raise UserError(
-            f"config.yaml: golden.device_map: {settings['device_map']}: the whole model cannot be loaded so ({message}). "
+            f"config.yaml: golden.device_map: {settings['device_map']}: the whole model cannot be loaded so "
+            f"({first_line(error)}). "
             "Correct device_map, max_memory or offload_folder, or write golden.mode: streamed."
         ) from error
     _keep_dtypes(model)
