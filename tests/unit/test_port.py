@@ -63,10 +63,8 @@ def test_a_port_finds_torch_as_its_import_left_it(tmp_path):
         found = []
         for left in (torch.float32, torch.float64):
             torch.set_default_dtype(left)
-            torch.rand(7)
             runner = port.Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)})
-            drawn = torch.rand(1).item(), torch.rand(1, device=runner.environment.device).item()
-            found.append((runner.port, torch.get_default_dtype(), drawn))
+            found.append((runner.port, torch.get_default_dtype()))
         assert found[0] == found[1] and found[0][1] == torch.bfloat16
         source.write_text(source.read_text() + "EDITED = True\n")
         assert port.Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)}).port.EDITED
@@ -94,6 +92,61 @@ def test_a_port_that_cannot_be_imported_says_why(name, text, message, tmp_path):
         (tmp_path / name).write_text(text)
     with pytest.raises(StageError, match=message):
         port.load_module(str(tmp_path / name) if text else name)
+
+
+OWN = """
+import torch
+
+class Own(torch.nn.Module):
+    def __init__(self, stage):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, stage.config["hidden_size"], dtype=stage.dtype))
+        self.register_buffer("drawn", torch.rand(1), persistent=False)
+
+    def forward(self, x, positions, valid):
+        return (valid[..., None] * self.drawn * self.weight.sum(0) + torch.rand_like(self.drawn)).to(self.weight.dtype)
+
+def build(stage):
+    return Own(stage)
+
+def convert(stage, weights):
+    {line}
+"""
+
+
+def own_port(tmp_path, line):
+    save("minimax_m2", tmp_path / "model")
+    (tmp_path / "own.py").write_text(OWN.format(line=line))
+    return tmp_path / "model", SETTINGS | {"module": str(tmp_path / "own.py")}
+
+
+def test_what_a_port_draws_does_not_depend_on_the_stages_before(tmp_path):
+    model, settings = own_port(
+        tmp_path, "return {'weight': torch.ones(2, stage.config['hidden_size'], dtype=stage.dtype)}"
+    )
+    stream(model, tmp_path)
+    description, _ = loading.describe_stages(model, ["layer_000"], trust_remote_code=False)
+    fed = tensors.read(tmp_path / "embed.h5", "golden/out")
+    found = []
+    for drawn in (0, 3):
+        runner = port.Runner.start(model, TOKENS, settings)
+        torch.rand(drawn), torch.rand(drawn, device=runner.environment.device).cpu()
+        port.chain_stage(runner, "layer_000", description["layer_000"], fed, tmp_path / f"{drawn}.h5")
+        found.append(tensors.to_torch(tensors.read(tmp_path / f"{drawn}.h5", "port/out")))
+    assert torch.equal(*found)
+
+
+def test_memory_that_convert_yields_again_after_it_wrote_into_it_is_told(tmp_path):
+    """XLA on the CPU takes it where it is, so that the first parameter would have the second one's values."""
+    lines = (
+        "held = torch.zeros(2, stage.config['hidden_size'], dtype=stage.dtype)",
+        "yield 'weight', held",
+        "yield 'again', held.fill_(1.0)",
+    )
+    model, settings = own_port(tmp_path, "\n    ".join(lines))
+    stream(model, tmp_path)
+    with pytest.raises(StageError, match="yields memory again that it wrote over"):
+        run(model, tmp_path, tmp_path / "port", settings, ["embed"])
 
 
 def test_shipped_port_passes_and_compiles_once_a_kind(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -99,9 +99,6 @@ class Runner:
         Raises:
             StageError: if the port cannot be imported.
         """
-        with unrecorded():
-            import torch_xla
-
         is_nxdi = settings["backend"] == "nxdi"
         on_cpu = distributed.is_on_host(settings["device"]) or (is_nxdi and settings["nxdi"]["cpu_mode"])
         if is_nxdi:
@@ -111,9 +108,6 @@ class Runner:
         if settings["backend"] != "transformers":
             module, default_dtype = _loaded(settings["module"])
         torch.set_default_dtype(default_dtype)
-        torch.manual_seed(0)  # weights that a port does not load are the same whatever ran before
-        if not on_cpu:
-            torch_xla.manual_seed(0)
         return cls(directory, tokens, settings, environment, module and _port(settings, module))
 
 
@@ -403,6 +397,11 @@ class _Ready:
 
 
 def _prepare(job: _Job) -> _Ready:
+    torch.manual_seed(0)  # what a port draws, such as weights that it does not load, is the same whatever ran before
+    if job.x.device.type == "xla":
+        import torch_xla
+
+        torch_xla.manual_seed(0)
     return (_prepare_port if job.runner.port else _prepare_transformers)(job)
 
 
@@ -420,10 +419,11 @@ def _prepare_port(job: _Job) -> _Ready:
     weights = provenance.Watched(on_disk, tracing)
     built = dict(module.named_parameters()) | dict(module.named_buffers())
     state, parameters = {}, {}
+    versions: dict[int, int] = {}
     with tracing:
         for name, tensor in _items(job.stage, port.convert(stage, weights)):
             parameters[name] = _described(tensor, tracing, built.get(name))
-            state[name] = _on_device(tensor, job.x.device, job.runner.environment.hardware)
+            state[name] = _on_device(tensor, job.x.device, job.runner.environment.hardware, versions)
     try:
         module.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -513,15 +513,25 @@ def _items(stage: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield item
 
 
-def _on_device(tensor: torch.Tensor, device: torch.device, hardware: str) -> torch.Tensor:
-    """The tensor on the XLA device; where that is the CPU it stays where it is, since a copy would take the memory twice."""
+def _on_device(
+    tensor: torch.Tensor, device: torch.device, hardware: str, versions: MutableMapping[int, int]
+) -> torch.Tensor:
+    """The tensor on the XLA device; where that is the CPU it stays where it is, since a copy would take the memory twice.
+    `versions` holds torch's count of writes into such memory, by address.
+
+    Raises:
+        StageError: if it is in memory that an earlier one stays in, and was written into since.
+    """
     from torch_xla.utils import dlpack
 
     aligned = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0  # XLA's own buffers begin so
     is_float = tensor.is_floating_point() and tensor.itemsize > 1  # DLPack has no float8
-    if hardware == "CPU" and tensor.device.type == "cpu" and is_float and tensor.numel() and aligned:
-        return dlpack.from_dlpack(tensor.detach())
-    return tensor.to(device)
+    if not (hardware == "CPU" and tensor.device.type == "cpu" and is_float and tensor.numel() and aligned):
+        return tensor.to(device)
+    version = 0 if tensor.is_inference() else tensor._version
+    if versions.setdefault(tensor.data_ptr(), version) != version:
+        raise StageError("convert() yields memory again that it wrote over. Yield each tensor in memory of its own.")
+    return dlpack.from_dlpack(tensor.detach())
 
 
 @contextlib.contextmanager
