@@ -37,6 +37,10 @@ EFFICIENCY = 0.3
 """Of a device's peak, in products as large as these."""
 JOBS = 3.0
 """Seconds that Snakemake and the processes take for all jobs of a stage on one side (benchmarks/overhead.py), rounded up."""
+DIGESTS = {"golden": 11, "noise": 5, "port": 5, "chain": 4}
+"""How often a file is digested from nothing to the report: for the record of its job and of each that reads it, and for the
+manifest. A test counts them.
+"""
 DIGESTED = 1 << 28
 """Bytes by which the speed of digests is measured."""
 
@@ -68,8 +72,8 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds on one core of this machine: by element of `taps` for each side, and by byte of weights for `placing` them in
-    a model and for their `digests`.
+    """Seconds on one core of this machine: by element of `taps` for each side, by byte of weights for `placing` them in a
+    model, and by byte for `digests`.
     """
 
     taps: dict[str, float]
@@ -160,17 +164,21 @@ def seconds_of_stage(
     stage: str, side: str, machine: Machine, found: dict[str, Any], length: int, speeds: Speeds
 ) -> dict[str, float]:
     """By what they are spent on; `found` is what the prediction says of the stage."""
-    output = found["kept"] / 10  # elements; in bf16 of the golden, the port and a chain, in fp32 of the truth
-    elements = (found["files"] - 2 * output) / 8  # of all taps, without the chain
+    output = (
+        found["kept"] / 12
+    )  # elements; in bf16 of the golden, its noise, the port and a chain, in fp32 of the truth
+    elements = (found["files"] - 4 * output) / 8  # of all taps, without the noise and the chain
     if side == "golden":
         # Itself, its variants, and what strays along the noise; the truth. Of its experts those that tokens go to.
         flops = products(stage, length, FULL["num_experts_per_tok"])
         compute = (2 + len(VARIANTS)) * flops / machine.bf16 + flops / machine.fp32
         loads = 1
+        written = DIGESTS["golden"] * 6 * elements + DIGESTS["noise"] * 2 * output
     else:
         # With taps and without, and in the chain. The shipped port has each token go through all experts.
         compute = 3 * products(stage, length, FULL["num_local_experts"]) / machine.bf16
         loads = 2
+        written = DIGESTS["port"] * 2 * elements + DIGESTS["chain"] * 2 * output
         elements += output
     return {
         "reading": loads * found["weights"][side] / machine.disk,
@@ -178,13 +186,14 @@ def seconds_of_stage(
         "products": compute / EFFICIENCY,
         "taps": elements * speeds.taps[side],
         "jobs": loads * JOBS,
+        "digests": speeds.digests * written,
     }
 
 
 def hours(found: dict[str, Any], length: int, speeds: Speeds) -> list[Result]:
     """Time and cost of one side of the run on each machine."""
     results = []
-    weights = sum(stage["weights"]["golden"] for stage in found["stages"].values())
+    weights = found["weights"]["golden"]
     for side, machines in MACHINES.items():
         for machine in machines:
             total: dict[str, float] = {}
@@ -192,7 +201,7 @@ def hours(found: dict[str, Any], length: int, speeds: Speeds) -> list[Result]:
                 for part, value in seconds_of_stage(stage, side, machine, of_stage, length, speeds).items():
                     total[part] = total.get(part, 0.0) + value
             if side == "golden":
-                total["digests"] = weights * (1 / machine.disk + speeds.digests)
+                total["digests"] += weights * (1 / machine.disk + speeds.digests)
             said = ", ".join(f"{part} {value / 60:.1f} min" for part, value in total.items())
             time_h = sum(total.values()) / 3600
             name = f"62 layers, 1 x {length} tokens: {side}, {machine.name}"
@@ -214,7 +223,7 @@ def run() -> list[Result]:
     for length in LENGTHS:
         with tempfile.TemporaryDirectory(prefix="layerproof-scale-") as directory:
             found = predict(Path(directory), length)
-        weights = sum(one["weights"]["golden"] for one in found["stages"].values())
+        weights = found["weights"]["golden"]
         baseline = f"{weights / 1e9:.1f} GB of weights"
         layer = found["stages"]["layer_000"]
         for name, size in (

@@ -280,6 +280,8 @@ def test_a_users_checkpoint_tells_its_number_of_layers(tmp_path):
     [
         ({}, ["config.json: is not there", "model.checkpoint must"]),
         ({"config__json": "{"}, ["config.json: is not JSON", "Copy the file again"]),
+        ({"config__json": []}, ["config.json: is not a JSON object", "Copy the file again"]),
+        ({"config__json": {"text_config": "none"}}, ["has no num_hidden_layers"]),
         ({"config__json": {}}, ["model.checkpoint", "no num_hidden_layers", "Name a decoder"]),
         ({"config__json": {"num_hidden_layers": 2}}, ["model.safetensors", "model.checkpoint must hold safetensors"]),
         (

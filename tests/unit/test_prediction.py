@@ -28,7 +28,7 @@ def stored(path):
     """Bytes of the tensors in a file."""
     with h5py.File(path) as file:
         found = []
-        for group in ("golden", "truth", "port"):
+        for group in ("golden", "truth", "port", "chained"):
             if group in file:
                 file[group].visititems(lambda _, node: found.append(node.nbytes if getattr(node, "shape", None) else 0))
         return sum(found)
@@ -41,9 +41,7 @@ def test_weights_and_files_are_exact(model_type, tmp_path):
     total = sum(
         tensor.nbytes for shard in (tmp_path / "model").glob("*.safetensors") for tensor in load_file(shard).values()
     )
-    tied = descriptions["embed"]["tensors"].keys() & descriptions["lm_head"]["tensors"].keys()
-    twice = expected["stages"]["embed"]["weights"]["golden"] if tied else 0
-    assert sum(one["weights"]["golden"] for one in expected["stages"].values()) == total + twice
+    assert expected["weights"]["golden"] == total, "a head that is the embedding counts once"
     stage = "layer_001"
     model = golden.load(stage, tmp_path / "model", descriptions[stage], torch.device("cpu"), torch.bfloat16, SETTINGS)
     held = sum(tensor.nbytes for tensor in loading.parameters_of(model, stage).values())
@@ -61,12 +59,13 @@ def test_weights_and_files_are_exact(model_type, tmp_path):
     fed = tensors.read(tmp_path / "layer_000.h5", "golden/out")
     port.make_stage(runner, stage, descriptions[stage], fed, tmp_path / "port.h5")
     port.chain_stage(runner, stage, descriptions[stage], fed, tmp_path / "chain.h5")
+    noise = tmp_path / f"{stage}.noise.h5"
     files = [tmp_path / f"{stage}.h5", tmp_path / "port.h5", tmp_path / "chain.h5"]
     # Files hold wider integers than were expected.
-    assert expected["stages"][stage]["files"] == pytest.approx(sum(map(stored, files)), rel=0.02)
+    assert expected["stages"][stage]["files"] == pytest.approx(sum(map(stored, [*files, noise])), rel=0.02)
     for path in files:
         trimming.trim(path)
-    assert expected["stages"][stage]["kept"] == sum(map(stored, files))
+    assert expected["stages"][stage]["kept"] == sum(map(stored, [*files, noise]))
 
 
 def test_disk_is_that_of_the_stages_which_run(tmp_path):
@@ -77,10 +76,11 @@ def test_disk_is_that_of_the_stages_which_run(tmp_path):
     some, _ = predicted(tmp_path / "model", LONG, compared=["layer_001"], before=["embed", "layer_000"], chains={})
     two, _ = predicted(tmp_path / "model", LONG, compared=["layer_001"], before=[], chains={"layer_001": 2})
     stream(tmp_path / "model", tmp_path, tokens=LONG, compared=["layer_001"])
-    only_out = sum(stored(tmp_path / f"{stage}.h5") for stage in ("embed", "layer_000"))
-    assert some["files"] - two["files"] == only_out - 2 * whole["stages"]["layer_001"]["kept"] // 5
-    assert some["stages"] == whole["stages"]
-    taps = {stage: one["files"] - one["kept"] // 5 for stage, one in whole["stages"].items()}
+    before = [tmp_path / f"{stage}{end}.h5" for stage in ("embed", "layer_000") for end in ("", ".noise")]
+    of_chain = whole["stages"]["layer_001"]["kept"] // 6  # the truth is two sixths, in fp32
+    assert some["files"] - two["files"] == sum(map(stored, before)) - 2 * of_chain
+    assert some["stages"]["norm"]["files"] == 0
+    taps = {stage: one["files"] - one["kept"] // 6 for stage, one in whole["stages"].items()}
     assert 0 < some["forced"] < taps["layer_001"] and whole["forced"] < sum(taps.values())
 
 
@@ -99,9 +99,8 @@ def test_a_golden_job_takes_what_is_expected_and_not_much_less(model_type, tmp_p
 
 def test_a_machine_is_told_by_its_memory():
     size = 60 * prediction.GIB
-    stages = {"layer_000": {"weights": {"golden": size, "port": size}}}
-    totals = {"golden": size, "port": size, "whole": 3 * size}
-    found = {one["machine"].split(",")[0]: one for one in prediction.machines({"stages": stages, **totals})}
+    totals = {"golden": size, "port": size, "weights": {"port": size}, "whole": 3 * size}
+    found = {one["machine"].split(",")[0]: one for one in prediction.machines(totals)}
     assert not found["1 x A100 40 GB"]["stage"] and found["1 x H100 80 GB"]["stage"]
     assert not found["1 x H100 80 GB"]["whole"] and found["8 x A100 80 GB"]["whole"]
     assert found["8 x A100 80 GB"]["devices"] == 3

@@ -23,7 +23,8 @@ NO_DRIVER = (
 )
 GOLDEN = {"device": "auto", "mode": "streamed"}
 WHOLE = {"device": "cpu", "mode": "whole", "device_map": "auto", "max_memory": None, "offload_folder": None}
-PREDICTION = {"golden": 8 * GIB, "port": 8 * GIB, "whole": 430 * GIB, "files": 3 * GIB, "forced": GIB, "stages": {}}
+PREDICTION = {"golden": 8 * GIB, "port": 8 * GIB, "whole": 430 * GIB, "files": 3 * GIB, "forced": GIB}
+PREDICTION |= {"weights": {"golden": 10 * GIB}, "stages": {"layer_000": {"files": GIB}, "norm": {"files": 2 * GIB}}}
 
 
 def statuses(checks):
@@ -77,7 +78,19 @@ def test_neuron_ls_is_read():
     assert preflight.parse_neuron_ls(json.dumps([device | {"neuron_processes": [itself]}]))[0].users == ()
 
 
-@pytest.mark.parametrize("text", ["", "not JSON", "{}x", '[{"neuron_device": 0}]', '["trn1"]', "[null]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not JSON",
+        "{}x",
+        '[{"neuron_device": 0}]',
+        '["trn1"]',
+        "[null]",
+        '[{"nc_count": 0, "memory_size": 1}]',
+        '[{"nc_count": "2", "memory_size": 1}]',
+    ],
+)
 def test_what_is_not_of_neuron_ls_is_told(text):
     with pytest.raises(UserError, match="neuron-ls: cannot be understood"):
         preflight.parse_neuron_ls(text)
@@ -106,7 +119,7 @@ def test_cores_that_are_in_use_and_cores_that_are_not_there_are_told():
 @pytest.mark.parametrize(
     ("code", "output", "text"),
     [
-        (None, "", "neuron-ls is not here"),
+        (None, "is not here", "neuron-ls is not here"),
         (1, NO_DRIVER, "no Neuron device: failed to discover Neuron devices"),
         (1, "", "no Neuron device"),
         (0, "[]", "no Neuron device"),
@@ -167,12 +180,11 @@ def test_a_gpu_that_is_not_there_fails(monkeypatch):
 
 def test_a_limit_that_leaves_weights_without_a_place_fails(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    prediction = PREDICTION | {"stages": {stage: {"weights": {"golden": 5 * GIB}} for stage in ("embed", "norm")}}
     golden = WHOLE | {"max_memory": {"cpu": "9GiB"}}
-    check = preflight.check_whole_memory(golden, prediction, 900 * GIB, [])
+    check = preflight.check_whole_memory(golden, PREDICTION, 900 * GIB, [])
     assert check.status == "fail" and "golden.max_memory leaves the host 9GiB" in check.text
     for enough in (golden | {"max_memory": {"cpu": "10GiB"}}, golden | {"offload_folder": "left"}):
-        assert preflight.check_whole_memory(enough, prediction, 900 * GIB, []).status == "ok"
+        assert preflight.check_whole_memory(enough, PREDICTION, 900 * GIB, []).status == "ok"
 
 
 def test_nvidia_smi_is_asked_for_what_cuda_may_use(monkeypatch, tmp_path):
@@ -190,9 +202,19 @@ def test_nvidia_smi_is_asked_for_what_cuda_may_use(monkeypatch, tmp_path):
     assert preflight._gpus() == ([], "")
 
 
+def test_a_tool_that_hangs_is_not_told_to_be_missing(monkeypatch):
+    def hangs(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(preflight.subprocess, "run", hangs)
+    assert preflight._gpus() == ([], "nvidia-smi does not answer within a minute")
+    with pytest.raises(UserError, match="sinfo: does not answer within a minute"):
+        preflight.require_slurm()
+
+
 def test_slurm_must_answer(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:/nowhere")
-    with pytest.raises(UserError, match=r"sinfo: is not here, so there is no Slurm\. Run on a login node"):
+    with pytest.raises(UserError, match=r"sinfo: is not here\. Run where Slurm's commands work"):
         preflight.require_slurm()
     tool = tmp_path / "sinfo"
     tool.write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
@@ -419,6 +441,7 @@ def test_nxd_inference():
 def test_memory_and_disk(tmp_path):
     assert preflight.check_memory("golden", PREDICTION, 10 * GIB).status == "ok"
     assert preflight.check_memory("golden", PREDICTION, 8 * GIB).status == "warn"
+    assert preflight.check_memory("port", PREDICTION, 10 * GIB, ranks=2).status == "warn", "each converts the stage"
     assert preflight.check_memory("golden", None, 0).status == "ok"
     assert preflight.check_disk(tmp_path, PREDICTION, 5 * GIB).status == "ok"
     if_all_fail = preflight.check_disk(tmp_path, PREDICTION, 4 * GIB)
@@ -426,12 +449,13 @@ def test_memory_and_disk(tmp_path):
     assert preflight.check_disk(tmp_path, PREDICTION, 3 * GIB).status == "fail", (
         "noise and plots come beside the tensors"
     )
-    for folder in ("forced", "golden"):
-        (tmp_path / folder).mkdir()
-        with open(tmp_path / folder / "layer.h5", "wb") as file:
-            file.truncate(GIB)
-        if folder == "forced":
-            assert preflight.check_disk(tmp_path, PREDICTION, 3 * GIB).status == "fail", "they are not among its files"
+    others = {"forced/norm.h5": GIB, "golden/layer_009.h5": GIB, "port/layer_000.h5": 0}
+    for name, size in (others | {"noise/layer_000.h5": 3 * GIB}).items():
+        assert preflight.check_disk(tmp_path, PREDICTION, 3 * GIB).status == "fail", "they are not among its files"
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(size)
+    assert preflight.check_disk(tmp_path, PREDICTION, 2 * GIB).status == "fail", "those of one stage are not another's"
     assert preflight.check_disk(tmp_path, PREDICTION, 4 * GIB).status == "ok", "what is there needs no room"
 
 

@@ -9,6 +9,7 @@ import zipfile
 import pytest
 from runs import REPOSITORY, Workflow
 
+import scale
 from bugs.corpus import BUGS, MINIMAX
 
 pytestmark = pytest.mark.workflow
@@ -48,6 +49,15 @@ def test_the_report_says_so(workflow):
     assert "http://" not in html.replace("http://www.w3.org", "") and "https://" not in html
     for stage in STAGES:
         assert stage in html
+
+
+def test_files_are_digested_as_often_as_the_time_of_a_run_is_reckoned_with(workflow):
+    records = [json.loads(path.read_text()) for path in (workflow.results / "records").rglob("*.json")]
+    in_manifest = json.loads((workflow.results / "manifest.json").read_text())["outputs"]
+    for folder, times in scale.DIGESTS.items():
+        name = f"{'chain/all' if folder == 'chain' else folder}/layer_005.h5"
+        named = [path for record in records for path in (*record["inputs"], *record["outputs"])]
+        assert named.count(f"results/{name}") + (name in in_manifest) == times, name
 
 
 def test_a_model_in_fp8_passes(tmp_path):

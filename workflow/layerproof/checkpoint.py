@@ -74,15 +74,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The checkpoint's config.json.
 
     Raises:
-        UserError: if it is missing or is not JSON.
+        UserError: if it is missing or is no JSON object.
     """
     path = directory / CONFIG
     try:
-        return read_json(path)
+        config = read_json(path)
     except FileNotFoundError:
         raise UserError(f"{path}: is not there. model.checkpoint must name a transformers checkpoint.") from None
     except ValueError as error:
         raise UserError(f"{path}: is not JSON ({error}). Copy the file again.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: is not a JSON object. Copy the file again.")
+    return config
 
 
 def num_layers(config: Mapping[str, Any]) -> int:
@@ -92,7 +95,7 @@ def num_layers(config: Mapping[str, Any]) -> int:
         UserError: if it states none.
     """
     for part in (config, config.get("text_config") or {}):
-        if isinstance(part.get("num_hidden_layers"), int):
+        if isinstance(part, dict) and isinstance(part.get("num_hidden_layers"), int):
             return part["num_hidden_layers"]
     raise UserError(
         "config.yaml: model.checkpoint: its config.json has no num_hidden_layers. "

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from layerproof import checkpoint, golden, loading
 from layerproof.experts import ONE_EXPERT, STATIC_EXPERTS, register
-from layerproof.stages import EMBED, layer_of
+from layerproof.stages import EMBED, LM_HEAD, layer_of
 from layerproof.taps import OUT
 from layerproof.tokens import Tokens
 from layerproof.transformers_stage import run_stage
@@ -58,10 +58,10 @@ def predict(
 
     `settings` are the resolved config's `golden` and `port`, `trust_remote_code`, the stages that are `compared` and those
     `before` them whose golden alone runs, and how many `chains` run a stage, by stage. Of each stage: `weights` by side, the
-    peak of its `golden` and its `port` job, and `files`, its tensors in results/ with one chain, of which `kept` are those
-    that stay with `compare.taps: auto` if it passes. Of the run: the largest job of each side, the `whole` golden in one
-    process, all `files` of the stages that it runs, what is `kept` if all pass and what is `forced` besides if all fail, and
-    the `machines` that have the memory.
+    peak of its `golden` and its `port` job, and `files`, its tensors in results/, of which `kept` are those that stay with
+    `compare.taps: auto` if it passes. Of the run: the largest job of each side, the model's `weights` by side, the `whole`
+    golden in one process, all `files`, what is `kept` if all pass and what is `forced` besides if all fail, and the
+    `machines` that have the memory.
 
     Raises:
         UserError: as `loading.meta_model` does.
@@ -77,7 +77,7 @@ def predict(
     ported = model(port_dtype, STATIC_EXPERTS if settings["port"]["backend"] == "transformers" else ONE_EXPERT)
     known: dict[Any, list[Activations]] = {}
     stages = {}
-    files = kept = forced = 0
+    forced = 0
     for stage, description in descriptions.items():
         if "error" in description:
             continue
@@ -99,34 +99,42 @@ def predict(
         variants = 0 if stage == EMBED else len(VARIANTS)
         largest = max(map(checkpoint.bytes_on_disk, description["tensors"].values()), default=0)
         ported_weights = _bytes(loading.parameters_of(ported, stage).values())
+        files = kept = 0
+        if stage in settings["compared"]:
+            outs = run.out + settings["chains"].get(stage, 0) * port.out  # of the noise, and of the chains
+            files = run.taps + truth.taps + port.taps + outs
+            kept = run.out + truth.out + port.out + outs
+            forced += port.taps
+        elif stage in settings["before"]:
+            files = kept = 2 * run.out  # with the noise
         stages[stage] = {
             "weights": {"golden": weights, "port": ported_weights},
             "golden": weights + max(largest, run.taps * (1 + variants) + max(run.peak, twin + truth.peak)),
             "port": ported_weights + max(largest, 2 * port.taps + port.peak),
-            "files": run.taps + truth.taps + port.taps + port.out,
-            "kept": run.out + truth.out + 2 * port.out,
+            "files": files,
+            "kept": kept,
         }
-        if stage in settings["compared"]:
-            other_chains = (settings["chains"].get(stage, 0) - 1) * port.out
-            files += stages[stage]["files"] + other_chains
-            forced += port.taps
-            kept += stages[stage]["kept"] + other_chains
-        elif stage in settings["before"]:
-            files += run.out
-            kept += run.out
-    whole = sum(one["weights"]["golden"] for one in stages.values())
+    own = [stages[stage]["weights"] for stage in stages if not (stage == LM_HEAD and _is_tied(descriptions))]
+    of_model = {side: sum(one[side] for one in own) for side in ("golden", "port")}
     beside = max((one["golden"] - one["weights"]["golden"] for one in stages.values()), default=0)
     prediction = {
         "schema_version": SCHEMA_VERSION,
         "stages": stages,
         "golden": max((one["golden"] for one in stages.values()), default=0),
         "port": max((one["port"] for one in stages.values()), default=0),
-        "whole": whole + beside,
-        "files": files,
-        "kept": kept,
+        "weights": of_model,
+        "whole": of_model["golden"] + beside,
+        "files": sum(one["files"] for one in stages.values()),
+        "kept": sum(one["kept"] for one in stages.values()),
         "forced": forced,
     }
     return prediction | {"machines": machines(prediction)}
+
+
+def _is_tied(descriptions: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the model's head is its embedding, which a model that is loaded whole has once."""
+    embed, head = (set(descriptions.get(stage, {}).get("tensors", ())) for stage in (EMBED, LM_HEAD))
+    return bool(embed & head)
 
 
 @dataclass(frozen=True)
@@ -155,7 +163,7 @@ def machines(prediction: Mapping[str, Any]) -> list[dict[str, Any]]:
     """For each known machine and the side that runs there: whether the largest job of one stage fits one device, whether the
     whole model fits them all (the golden with its activations, of the port the weights), and on how many it would.
     """
-    weights = sum(one["weights"]["port"] for one in prediction["stages"].values())
+    weights = prediction["weights"]["port"]
     rows = [
         {
             "machine": machine.name,

@@ -27,7 +27,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from layerproof import checkpoint
-from layerproof.errors import StageError, UserError
+from layerproof.errors import StageError, UserError, first_line
 from layerproof.files import read_json, size
 from layerproof.known_errors import SMALLER_SLICES_REMEDY
 
@@ -35,7 +35,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 IMPORTS = 1 << 30
 """Bytes that a process takes for its imports, more than was measured (`make bench`)."""
 BESIDE_FILES = 16_000_000, 1.05
-"""What noise, plots, logs and records take, too: bytes of a small run, and times the tensors that are to be written."""
+"""What plots, logs, records and statistics take, too: bytes of a small run, and times the tensors that are to be written."""
 LIBRARIES = {
     # accelerate: for FP8, and the whole model
     "golden": ("torch", "transformers", "accelerate", "safetensors", "h5py"),
@@ -129,7 +129,7 @@ def check_port_host(config: Mapping[str, Any], prediction: Mapping[str, Any] | N
         yield from check_nxdi(find_spec)
     if on_neuron:
         yield from check_neuron(prediction, os.environ, config["parallel"]["tp"])
-    yield check_memory("port", prediction, available)
+    yield check_memory("port", prediction, available, config["parallel"]["tp"])
 
 
 def check_libraries(
@@ -312,8 +312,8 @@ def _gpus() -> tuple[list[Gpu], str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     code, output = _run("nvidia-smi", *query, *([f"--id={visible}"] if visible else []))
     if code is None:
-        return [], "nvidia-smi is not here"
-    return (parse_nvidia_smi(output), "") if code == 0 else ([], _first_line(output))
+        return [], f"nvidia-smi {output}"
+    return (parse_nvidia_smi(output), "") if code == 0 else ([], first_line(output))
 
 
 def parse_nvidia_smi(text: str) -> list[Gpu]:
@@ -383,9 +383,10 @@ def check_runtime() -> Check:
 def check_neuron_ls(
     code: int | None, output: str, prediction: Mapping[str, Any] | None, environment: Mapping[str, str], ranks: int = 1
 ) -> Iterator[Check]:
-    """What `neuron-ls --json-output --show-all-procs` says, which ended with `code` (None: it is not there)."""
+    """What `neuron-ls --json-output --show-all-procs` says, which ended with `code` (None: `output` is why it did not)."""
     if code is None:
-        yield Check("device", FAIL, "neuron-ls is not here", "Install aws-neuronx-tools, or run in the port container.")
+        remedy = "Install aws-neuronx-tools, run in the port container, or see in dmesg whether the driver hangs."
+        yield Check("device", FAIL, f"neuron-ls {output}", remedy)
         return
     try:
         devices = parse_neuron_ls(output) if code == 0 else []
@@ -433,20 +434,21 @@ def parse_neuron_ls(text: str) -> list[NeuronDevice]:
         UserError: if it is not what neuron-ls writes.
     """
     try:
-        return [
-            NeuronDevice(
-                device["nc_count"],
-                device["memory_size"],
-                tuple(
-                    f"{process['pid']} {process['command']}".strip()
-                    for process in device.get("neuron_processes") or ()
-                    if "neuron-ls" not in process["command"].partition(" ")[0]
-                ),
-            )
-            for device in json.loads(text)
-        ]
+        return [_device(entry) for entry in json.loads(text)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"neuron-ls: cannot be understood ({type(error).__name__}: {error})") from None
+
+
+def _device(entry: Mapping[str, Any]) -> NeuronDevice:
+    for key in ("nc_count", "memory_size"):
+        if not (isinstance(entry[key], int) and entry[key] > 0):
+            raise ValueError(f"{key} is {entry[key]!r}")
+    users = (
+        f"{process['pid']} {process['command']}".strip()
+        for process in entry.get("neuron_processes") or ()
+        if "neuron-ls" not in process["command"].partition(" ")[0]
+    )
+    return NeuronDevice(entry["nc_count"], entry["memory_size"], tuple(users))
 
 
 def _core_numbers(text: str) -> set[int]:
@@ -472,11 +474,11 @@ def check_compile_cache(environment: Mapping[str, str]) -> Check:
     return Check("compile cache", WARN, f"{place} cannot be written to, so every run compiles anew", remedy)
 
 
-def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int) -> Check:
-    """Host memory against the side's largest job."""
+def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int, ranks: int = 1) -> Check:
+    """Host memory against the side's largest job, of which each rank may convert the whole stage."""
     if not prediction:
         return Check("memory", OK, f"{size(available)} available")
-    needed = prediction[side] + IMPORTS
+    needed = ranks * (prediction[side] + IMPORTS)
     text = f"the largest job is predicted to take {size(needed)} of {size(available)} available"
     remedy = "Free memory, run one job at a time (--cores 1), or give shorter prompts."
     return Check("memory", OK if needed <= available else WARN, text, None if needed <= available else remedy)
@@ -494,7 +496,7 @@ def check_whole_memory(
     needed = max(0, prediction["whole"] - on_gpus) + IMPORTS
     text = f"the whole model is predicted to take {size(needed)} of {size(available)} available on the host"
     limit = _host_limit(golden)
-    left = max(0, sum(stage["weights"]["golden"] for stage in prediction["stages"].values()) - on_gpus)
+    left = max(0, prediction["weights"]["golden"] - on_gpus)
     if limit is not None and left > limit and not golden["offload_folder"]:
         allowed = golden["max_memory"]["cpu"]
         text = f"{size(left)} of weights have no place on GPUs, and golden.max_memory leaves the host {allowed}"
@@ -541,10 +543,10 @@ def require_slurm() -> None:
     """
     code, output = _run("sinfo", "--noheader")
     if code is None:
-        raise UserError("sinfo: is not here, so there is no Slurm. Run on a login node, or without --workflow-profile.")
+        raise UserError(f"sinfo: {output}. Run where Slurm's commands work, or without --workflow-profile.")
     if code:
         raise UserError(
-            f"sinfo: Slurm does not answer ({_first_line(output)}). Wait until its controller runs, or see slurm.conf."
+            f"sinfo: Slurm does not answer ({first_line(output)}). Wait until its controller runs, or see slurm.conf."
         )
 
 
@@ -555,8 +557,7 @@ def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -
         return Check("disk", FAIL, text, "Make it a directory, or a link to one, that you may write to.")
     if not prediction:
         return Check("disk", OK, f"{size(free)} free")
-    folders = ("golden", "port", "chain")  # whose files the prediction counts
-    there = sum(path.stat().st_size for folder in folders for path in (results / folder).rglob("*.h5"))
+    there = sum(min(entry["files"], _taken(results, stage)) for stage, entry in prediction["stages"].items())
     needed = BESIDE_FILES[0] + BESIDE_FILES[1] * max(0, prediction["files"] - there)
     text = f"{size(needed)} are still to be written, {size(free)} are free"
     remedy = f"Free disk space, or make {results} a link to a larger disk."
@@ -565,6 +566,13 @@ def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -
     if needed + prediction["forced"] > free:
         return Check("disk", WARN, f"{text}; if all stages fail, {size(prediction['forced'])} more are needed", remedy)
     return Check("disk", OK, text)
+
+
+def _taken(results: Path, stage: str) -> int:
+    """Bytes of the stage's files that the prediction counts and that are there."""
+    folders = [*(results / folder for folder in ("golden", "noise", "port")), *results.glob("chain/*")]
+    paths = (folder / f"{stage}.h5" for folder in folders)
+    return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def check_checkpoint(directory: Path) -> Check:
@@ -605,16 +613,14 @@ def _existing(path: Path) -> Path:
 
 
 def _run(*command: str) -> tuple[int | None, str]:
-    """Exit code and output of a tool of the driver; None if it is not there or does not end."""
+    """Exit code and output of a tool of the driver; None and why, if it is not there or does not end."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None, ""
+    except OSError:
+        return None, "is not here"
+    except subprocess.TimeoutExpired:
+        return None, "does not answer within a minute"
     return done.returncode, done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def lines(checks: Iterable[Check]) -> Iterator[str]:

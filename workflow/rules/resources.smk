@@ -6,7 +6,7 @@ import math
 from layerproof.files import read_json
 
 # Bytes that are asked for besides what is predicted: a process's libraries, with room (docs/performance.md).
-IMPORTS = 2_000_000_000
+IMPORTS_WITH_ROOM = 2_000_000_000
 # Of what is predicted, which was measured to be between half and 1.15 times what a job takes.
 ROOM = 1.5
 # Bytes a second, of weights and of tensors in results/: a tenth of what was measured.
@@ -47,7 +47,7 @@ def memory_of(side, stages_of, at_once=False):
                 (part[side] - part["weights"][side] for part in parts), default=0
             )
         processes = SETTINGS["parallel"]["tp"] if side == "port" else 1
-        asked = processes * (IMPORTS + ROOM * needed)  # each rank may convert the whole stage
+        asked = processes * (IMPORTS_WITH_ROOM + ROOM * needed)  # each rank may convert the whole stage
         return math.ceil(more(attempt) * asked / 1e6)
 
     return mem_mb
