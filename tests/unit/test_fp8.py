@@ -72,8 +72,9 @@ def test_the_default_checkpoint_in_the_form_of_the_release(directory):
     held = {
         name: tensor for shard in checkpoint.shards(directory) for name, tensor in load_file(directory / shard).items()
     }
-    index = read_json(directory / checkpoint.INDEX)["weight_map"]
-    assert set(index) == set(held)
+    index = read_json(directory / checkpoint.INDEX)
+    assert index["weight_map"].keys() == held.keys()
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in held.values())}
     quantized = {name for name, tensor in held.items() if tensor.dtype == torch.float8_e4m3fn}
     assert {name.removesuffix("_scale_inv") for name in held if name.endswith("_scale_inv")} == quantized
     parts = {name.removesuffix(".weight").rpartition(".")[2] for name in quantized}

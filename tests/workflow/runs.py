@@ -61,7 +61,8 @@ class Workflow:
         """Calls snakemake as a user does and compares the results before and after; targets are parted by spaces."""
         before = self._state()
         with contextlib.ExitStack() as held:
-            for name in before:  # Snakemake removes some outputs before their job: an open file keeps its inode from the next
+            # Snakemake removes some outputs before their job: while they are open, no other file gets their inode.
+            for name in before:
                 held.enter_context(open(self.results / name, "rb"))
             process = subprocess.run(self.command(*arguments, target=target), **self.options())
             after = self._state()

@@ -696,7 +696,7 @@ def parser() -> argparse.ArgumentParser:
     job_verb(
         "predict",
         make_prediction,
-        "Foretells the memory of each job and the disk of the run.",
+        "Predicts the memory of each job and the disk of the run.",
         *("weights", "tokens", "config"),
     )
     job_verb(

@@ -30,6 +30,7 @@ def quantize_checkpoint(directory: Path) -> None:
         ValueError: if a matrix is larger than a block and does not divide into blocks.
     """
     weight_map: dict[str, str] = {}
+    total_size = 0
     for shard in shards(directory):
         held: dict[str, torch.Tensor] = {}
         for name, tensor in load_file(directory / shard).items():
@@ -41,8 +42,9 @@ def quantize_checkpoint(directory: Path) -> None:
         save_file(held, directory / shard, metadata={"format": "pt"})
         (directory / shard).chmod(mode)
         weight_map |= dict.fromkeys(held, shard)
+        total_size += sum(tensor.nbytes for tensor in held.values())
     if (directory / INDEX).exists():
-        index = {"metadata": read_json(directory / INDEX).get("metadata", {}), "weight_map": weight_map}
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     settings = {
         "activation_scheme": "dynamic",

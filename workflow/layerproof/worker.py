@@ -259,7 +259,7 @@ def _accept(listening: socket.socket, runners: list[_Runner]) -> socket.socket |
 def _relay(runner: _Runner) -> bool:
     """Passes on to the client what a runner says; whether the runner is still there."""
     try:
-        message = runner.control.recv(64)
+        message = runner.control.recv(4096)
     except ConnectionResetError:  # it ended before it took its job
         return False
     word, *packages = message.decode().split() or [""]

@@ -62,7 +62,7 @@ def block_rule(rule_name, stage):
 # Each chain, and each block of stages, has a rule of its own; a profile speaks of them as `chain`, and as the rule of one stage.
 for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_settings.overwrite_groups):
     for rule_name in list(of_rules):
-        chains = {f"chain_{name}" for name in CHAINS if rule_name == "chain"}
+        chains = {f"chain_{name}" for name in CHAINS if rule_name == "chain" and name != captured.CHAIN}
         blocks = {block_rule(rule_name, stage) for stage in ALL_STAGES} - {None}
         of_rules.update({name: of_rules.get(name, of_rules[rule_name]) for name in chains | blocks})
 

@@ -174,7 +174,7 @@ def audit_spec(wildcards):
 
 
 def trim_stage_spec(wildcards):
-    return spec("cpu", "h5py", stage=wildcards.stage)
+    return spec("cpu", "h5py")
 
 
 @functools.cache
