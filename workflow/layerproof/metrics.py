@@ -303,21 +303,21 @@ def statistics(tensor: Tensor, valid: np.ndarray | None = None, chunk_elements: 
     """
     valid = np.ones(tensor.shape[:2], bool) if valid is None else valid
     _check_valid(valid, tensor)
-    moments, nan, inf = _Moments(1), 0, 0
+    moments, nan, inf = _Moments(), 0, 0
     for batch, seq in blocks(tensor.shape, chunk_elements):
         values = tensor.floats(tensor.read(batch, seq)[valid[batch, seq].reshape(-1)])
         finite = is_finite(values)
         nan += int(np.count_nonzero(np.isnan(values)))
         inf += int(np.count_nonzero(~finite & ~np.isnan(values)))
-        moments.add(values[finite][None])
+        moments.add(values[finite])
     if not moments.count:
         return {"count": 0, "mean": None, "std": None, "min": None, "max": None, "nan": nan, "inf": inf}
     return {
         "count": moments.count,
-        "mean": float(moments.mean[0]),
-        "std": math.sqrt(moments.centred[0, 0] / moments.count),
-        "min": float(moments.low[0]),
-        "max": float(moments.high[0]),
+        "mean": moments.mean,
+        "std": math.sqrt(moments.centred / moments.count),
+        "min": moments.low,
+        "max": moments.high,
         "nan": nan,
         "inf": inf,
     }
@@ -482,34 +482,31 @@ def _worst(ratios: np.ndarray) -> dict[str, Any] | None:
 
 
 class _Moments:
-    """Means, centred second moments and ranges of several series of equal length, merged chunk by chunk.
+    """Mean, centred second moment and range of numbers, merged chunk by chunk.
 
     Centred within each chunk, since raw sums of squares cancel where the mean is large against the spread.
 
     Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
 
-    def __init__(self, series: int) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self.mean = np.zeros(series)
-        self.centred = np.zeros((series, series))
-        self.low = np.full(series, np.inf)
-        self.high = np.full(series, -np.inf)
+        self.mean = self.centred = 0.0
+        self.low, self.high = math.inf, -math.inf
 
     def add(self, values: np.ndarray) -> None:
-        """Values are fp64 [series, elements], all finite."""
-        count = values.shape[1]
-        if not count:
+        """Values are fp64 [elements], all finite."""
+        if not values.size:
             return
-        mean = values.mean(axis=1)
-        residual = values - mean[:, None]
+        mean = float(values.mean())
+        residual = values - mean
         shift = mean - self.mean
-        total = self.count + count
-        self.centred += residual @ residual.T + np.outer(shift, shift) * (self.count * (count / total))
-        self.mean += shift * (count / total)
+        total = self.count + values.size
+        self.centred += float(residual @ residual) + shift * shift * (self.count * (values.size / total))
+        self.mean += shift * (values.size / total)
         self.count = total
-        self.low = np.minimum(self.low, values.min(axis=1))
-        self.high = np.maximum(self.high, values.max(axis=1))
+        self.low = min(self.low, float(values.min()))
+        self.high = max(self.high, float(values.max()))
 
 
 @dataclass(frozen=True)
