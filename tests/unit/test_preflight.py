@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from layerproof import preflight
+from layerproof import checks, neuron, preflight
+from layerproof.checks import Check
 from layerproof.errors import UserError
-from layerproof.preflight import Check, Gpu, NeuronDevice
+from layerproof.neuron import NeuronDevice
+from layerproof.preflight import Gpu
 from models import save
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -27,19 +29,19 @@ PREDICTION = {"golden": 8 * GIB, "port": 8 * GIB, "whole": 430 * GIB, "files": 3
 PREDICTION |= {"weights": {"golden": 10 * GIB}, "stages": {"layer_000": {"files": GIB}, "norm": {"files": 2 * GIB}}}
 
 
-def statuses(checks):
-    return {check.name: check.status for check in checks}
+def statuses(found):
+    return {check.name: check.status for check in found}
 
 
 def neuron_ls(name, **environment):
-    return list(preflight.check_neuron_ls(0, (FIXTURES / name).read_text(), PREDICTION, environment))
+    return list(neuron.check_neuron_ls(0, (FIXTURES / name).read_text(), PREDICTION, environment))
 
 
 def test_each_rank_wants_a_core():
     text = (FIXTURES / "neuron-ls-trn1.2xlarge.json").read_text()
 
     def found(ranks, **environment):
-        return {check.name: check for check in preflight.check_neuron_ls(0, text, PREDICTION, environment, ranks)}
+        return {check.name: check for check in neuron.check_neuron_ls(0, text, PREDICTION, environment, ranks)}
 
     assert "ranks" not in found(2)
     assert (
@@ -49,8 +51,8 @@ def test_each_rank_wants_a_core():
     assert (found(3)["ranks"].status, found(3)["ranks"].text) == ("fail", "3 ranks, and 2 cores that they may use")
     assert found(2, NEURON_RT_VISIBLE_CORES="1")["ranks"].text == "2 ranks, and 1 cores that they may use"
     devices = json.loads(text) * 2
-    checks = preflight.check_neuron_ls(0, json.dumps(devices), None, {"NEURON_RT_VISIBLE_CORES": "0-3"}, 2)
-    assert "2 ranks, and NEURON_RT_VISIBLE_CORES=0-3 names 4 cores" in {check.text for check in checks}
+    found = neuron.check_neuron_ls(0, json.dumps(devices), None, {"NEURON_RT_VISIBLE_CORES": "0-3"}, 2)
+    assert "2 ranks, and NEURON_RT_VISIBLE_CORES=0-3 names 4 cores" in {check.text for check in found}
 
 
 def test_nvidia_smi_is_read():
@@ -68,14 +70,14 @@ def test_nvidia_smi_is_read():
 
 
 def test_neuron_ls_is_read():
-    read = {path.name: preflight.parse_neuron_ls(path.read_text()) for path in FIXTURES.glob("neuron-ls-*.json")}
+    read = {path.name: neuron.parse_neuron_ls(path.read_text()) for path in FIXTURES.glob("neuron-ls-*.json")}
     assert read == {
         "neuron-ls-trn1.2xlarge.json": [NeuronDevice(2, 32 * GIB, ())],
         "neuron-ls-trn2.48xlarge.json": [NeuronDevice(4, 96 * GIB, ("1966680", "1966681"))],
     }
     itself = {"pid": 7, "command": "neuron-ls --json-output --show-all-procs"}
     (device,) = json.loads((FIXTURES / "neuron-ls-trn1.2xlarge.json").read_text())
-    assert preflight.parse_neuron_ls(json.dumps([device | {"neuron_processes": [itself]}]))[0].users == ()
+    assert neuron.parse_neuron_ls(json.dumps([device | {"neuron_processes": [itself]}]))[0].users == ()
 
 
 @pytest.mark.parametrize(
@@ -93,27 +95,27 @@ def test_neuron_ls_is_read():
 )
 def test_what_is_not_of_neuron_ls_is_told(text):
     with pytest.raises(UserError, match="neuron-ls: cannot be understood"):
-        preflight.parse_neuron_ls(text)
-    (check,) = preflight.check_neuron_ls(0, text, None, {})
+        neuron.parse_neuron_ls(text)
+    (check,) = neuron.check_neuron_ls(0, text, None, {})
     assert (check.name, check.status) == ("device", "fail")
 
 
 def test_an_idle_trn1_is_ready():
-    checks = neuron_ls("neuron-ls-trn1.2xlarge.json", NEURON_RT_VISIBLE_CORES="0-1")
-    assert statuses(checks) == {"device": "ok", "device memory": "ok"}
-    assert checks[0].text == "1 Neuron devices, 2 logical cores with 17.2 GB each"
+    found = neuron_ls("neuron-ls-trn1.2xlarge.json", NEURON_RT_VISIBLE_CORES="0-1")
+    assert statuses(found) == {"device": "ok", "device memory": "ok"}
+    assert found[0].text == "1 Neuron devices, 2 logical cores with 17.2 GB each"
 
 
 def test_cores_that_are_in_use_and_cores_that_are_not_there_are_told():
-    checks = neuron_ls("neuron-ls-trn2.48xlarge.json", NEURON_RT_VISIBLE_CORES="2,4-5")
-    assert statuses(checks) == {"device": "ok", "cores": "fail", "visible cores": "fail", "device memory": "ok"}
-    assert checks[1].text == "0 of 4 cores are on devices that nobody uses; processes on the others: 1966680; 1966681"
-    assert "they are 0-3" in checks[2].text
+    found = neuron_ls("neuron-ls-trn2.48xlarge.json", NEURON_RT_VISIBLE_CORES="2,4-5")
+    assert statuses(found) == {"device": "ok", "cores": "fail", "visible cores": "fail", "device memory": "ok"}
+    assert found[1].text == "0 of 4 cores are on devices that nobody uses; processes on the others: 1966680; 1966681"
+    assert "they are 0-3" in found[2].text
     used, idle = (
         json.loads((FIXTURES / f"neuron-ls-{name}.json").read_text()) for name in ("trn2.48xlarge", "trn1.2xlarge")
     )
-    checks = preflight.check_neuron_ls(0, json.dumps(used + idle), None, {"NEURON_RT_VISIBLE_CORES": "zero"})
-    assert statuses(checks) == {"device": "ok", "cores": "warn", "visible cores": "fail"}
+    found = neuron.check_neuron_ls(0, json.dumps(used + idle), None, {"NEURON_RT_VISIBLE_CORES": "zero"})
+    assert statuses(found) == {"device": "ok", "cores": "warn", "visible cores": "fail"}
 
 
 @pytest.mark.parametrize(
@@ -126,25 +128,25 @@ def test_cores_that_are_in_use_and_cores_that_are_not_there_are_told():
     ],
 )
 def test_a_host_without_neuron_fails(code, output, text):
-    (check,) = preflight.check_neuron_ls(code, output, PREDICTION, {})
+    (check,) = neuron.check_neuron_ls(code, output, PREDICTION, {})
     assert (check.status, check.text) == ("fail", text) and check.remedy
 
 
 def test_a_stage_that_is_larger_than_a_core_is_warned_of():
     text = (FIXTURES / "neuron-ls-trn1.2xlarge.json").read_text()
-    checks = preflight.check_neuron_ls(0, text, {"port": 17 * GIB}, {})
-    assert statuses(checks)["device memory"] == "warn"
+    found = neuron.check_neuron_ls(0, text, {"port": 17 * GIB}, {})
+    assert statuses(found)["device memory"] == "warn"
 
 
 def test_neurons_driver_and_runtime(monkeypatch, tmp_path):
-    monkeypatch.setattr(preflight, "NEURON_DRIVER", tmp_path / "version")
-    monkeypatch.setattr(preflight, "NEURON_LIBRARIES", str(tmp_path))
-    found = {check.name: check for check in preflight.check_neuron(None, {}, 1)}
+    monkeypatch.setattr(neuron, "NEURON_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(neuron, "NEURON_LIBRARIES", str(tmp_path))
+    found = {check.name: check for check in neuron.check_neuron(None, {}, 1)}
     assert (found["driver"].status, found["runtime"].status) == ("warn", "fail")
     assert "aws-neuronx-dkms" in found["driver"].remedy and "aws-neuronx-runtime-lib" in found["runtime"].remedy
     (tmp_path / "version").write_text("2.24.7.0\n")
     (tmp_path / "libnrt.so.1").touch()
-    found = {check.name: check for check in preflight.check_neuron(None, {}, 1)}
+    found = {check.name: check for check in neuron.check_neuron(None, {}, 1)}
     assert found["driver"] == Check("driver", "ok", "neuron 2.24.7.0")
     assert found["runtime"] == Check("runtime", "ok", str(tmp_path / "libnrt.so.1"))
 
@@ -206,7 +208,7 @@ def test_a_tool_that_hangs_is_not_told_to_be_missing(monkeypatch):
     def hangs(command, **options):
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
-    monkeypatch.setattr(preflight.subprocess, "run", hangs)
+    monkeypatch.setattr(checks.subprocess, "run", hangs)
     assert preflight._gpus() == ([], "nvidia-smi does not answer within a minute")
     with pytest.raises(UserError, match="sinfo: does not answer within a minute"):
         preflight.require_slurm()
@@ -255,10 +257,10 @@ def test_the_limit_of_a_group_above_counts(tmp_path):
 )
 def test_ranks_are_held_against_the_models_sizes(ranks, told):
     sizes = {"num_attention_heads": 48, "num_key_value_heads": 8, "intermediate_size": 1536, "num_local_experts": 256}
-    found = {check.name: check for check in preflight.check_sharding(sizes, ranks)}
+    found = {check.name: check for check in neuron.check_sharding(sizes, ranks)}
     assert found.keys() == told.keys() and {check.status for check in found.values()} <= {"warn"}
     assert all(text in found[name].text for name, text in told.items())
-    dense = {check.name for check in preflight.check_sharding(sizes | {"num_local_experts": None}, 64)}
+    dense = {check.name for check in neuron.check_sharding(sizes | {"num_local_experts": None}, 64)}
     assert dense == {"heads"}
 
 
@@ -272,11 +274,11 @@ def test_a_driver_that_does_not_answer_is_quoted(monkeypatch, tmp_path):
 def test_gpu_memory_is_held_against_what_is_predicted(monkeypatch, tmp_path):
     fake_tool(monkeypatch, tmp_path, "nvidia-smi", "\n".join(["NVIDIA H100 80GB HBM3, 81559, 76000, 550.90.07"] * 8))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    checks = golden_device(GOLDEN)
-    assert statuses(checks) == {"device": "ok", "device memory": "warn"}
-    checks = golden_device(WHOLE, PREDICTION | {"whole": 40 * GIB})
-    assert statuses(checks) == {"device": "ok", "device memory": "ok"}
-    assert checks[1].text.startswith("the whole model is predicted to take 42.9 GB of 46.6 GB")
+    found = golden_device(GOLDEN)
+    assert statuses(found) == {"device": "ok", "device memory": "warn"}
+    found = golden_device(WHOLE, PREDICTION | {"whole": 40 * GIB})
+    assert statuses(found) == {"device": "ok", "device memory": "ok"}
+    assert found[1].text.startswith("the whole model is predicted to take 42.9 GB of 46.6 GB")
 
 
 @pytest.mark.parametrize(
@@ -352,8 +354,8 @@ def test_the_whole_model_on_this_host(tmp_path):
     config = {"golden": WHOLE | {"device_map": "cpu"}, "port": {"compile": None}}
     for held, status in ((GIB, "ok"), (1 << 50, "warn")):
         prediction = PREDICTION | {"whole": held, "golden": 0}
-        checks = preflight.check_side("golden", config, tmp_path / "model", tmp_path, prediction)
-        assert statuses(checks)["memory"] == status
+        found = preflight.check_side("golden", config, tmp_path / "model", tmp_path, prediction)
+        assert statuses(found)["memory"] == status
 
 
 def needs_nothing(name):
@@ -381,8 +383,8 @@ def test_versions_that_do_not_belong_together_are_told():
 
     def versions(**other):
         there = installed | {name.replace("_", "-"): version for name, version in other.items()}
-        checks = preflight.check_libraries("port", True, there.get, lambda name: needs.get(name, []))
-        return [check for check in checks if check.name == "versions"]
+        found = preflight.check_libraries("port", True, there.get, lambda name: needs.get(name, []))
+        return [check for check in found if check.name == "versions"]
 
     assert versions() == []
     (check,) = versions(torch="2.9.1")
@@ -400,8 +402,8 @@ def test_versions_that_do_not_belong_together_are_told():
 def test_versions_of_vendors_are_compared_as_far_as_they_can_be(version, fits):
     installed = dict.fromkeys(preflight.LIBRARIES["golden"], "1.0") | {"torch": version}
     needs = {"transformers": [Requirement("torch>=2.6")]}
-    checks = preflight.check_libraries("golden", False, installed.get, lambda name: needs.get(name, []))
-    assert ("versions" not in statuses(checks)) == fits
+    found = preflight.check_libraries("golden", False, installed.get, lambda name: needs.get(name, []))
+    assert ("versions" not in statuses(found)) == fits
     assert "versions" not in statuses(
         preflight.check_libraries("port", False, lambda name: "made-up" if "torch" in name else "1.0", needs_nothing)
     )
@@ -417,24 +419,24 @@ def test_a_golden_on_the_cpu_asks_no_driver(monkeypatch):
     def fails(*command):
         raise AssertionError(command)
 
-    monkeypatch.setattr(preflight, "_run", fails)
+    monkeypatch.setattr(preflight, "run_tool", fails)
     for golden in (GOLDEN | {"device": "cpu"}, WHOLE | {"device_map": {"model": "cpu", "lm_head": "disk"}}):
-        checks = preflight.check_golden_host({"golden": golden}, None, GIB)
-        assert statuses(checks)["device"] == "ok"
+        found = preflight.check_golden_host({"golden": golden}, None, GIB)
+        assert statuses(found)["device"] == "ok"
 
 
 def test_what_is_installed_here_belongs_together():
     needed = {one.name: one.specifier for one in preflight._required("transformers")}
     assert needed["torch"] and "tokenizers" in needed, "torch is an extra of transformers"
     for side in ("golden", "port"):
-        checks = list(preflight.check_libraries(side, False, preflight._installed, preflight._required))
-        assert statuses(checks) == {"libraries": "ok"}
+        found = list(preflight.check_libraries(side, False, preflight._installed, preflight._required))
+        assert statuses(found) == {"libraries": "ok"}
 
 
 def test_nxd_inference():
-    (check,) = preflight.check_nxdi({"neuronx_distributed": "spec"}.get)
+    (check,) = neuron.check_nxdi({"neuronx_distributed": "spec"}.get)
     assert check.status == "fail" and check.text == "neuronx_distributed_inference cannot be imported here"
-    (check,) = preflight.check_nxdi(lambda name: "spec")
+    (check,) = neuron.check_nxdi(lambda name: "spec")
     assert check.status == "ok"
 
 
@@ -463,17 +465,17 @@ def test_results_that_cannot_be_written_are_told(tmp_path, monkeypatch):
     def refuse(**options):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(preflight.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
     check = preflight.check_disk(tmp_path, PREDICTION, 5 * GIB)
     assert (check.status, check.text) == ("fail", f"{tmp_path} cannot be written (Read-only file system)")
 
 
 def test_the_compile_cache_must_be_writable(tmp_path):
     kept = {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "not/yet/made")}
-    assert preflight.check_compile_cache(kept) == Check("compile cache", "ok", kept["NEURON_COMPILE_CACHE_URL"])
-    by_flag = preflight.check_compile_cache({"NEURON_CC_FLAGS": "--model-type=transformer --cache_dir=/proc/cache"})
+    assert neuron.check_compile_cache(kept) == Check("compile cache", "ok", kept["NEURON_COMPILE_CACHE_URL"])
+    by_flag = neuron.check_compile_cache({"NEURON_CC_FLAGS": "--model-type=transformer --cache_dir=/proc/cache"})
     assert (by_flag.status, by_flag.text.split()[0]) == ("warn", "/proc/cache")
-    assert preflight.check_compile_cache({"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"}).status == "ok"
+    assert neuron.check_compile_cache({"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"}).status == "ok"
 
 
 def test_a_checkpoint_is_whole_or_is_told_of(tmp_path):

@@ -398,12 +398,12 @@ def make_prediction(args: argparse.Namespace) -> None:
 
 def make_preflight(args: argparse.Namespace) -> int | None:
     """Checks of a side as a job of the workflow or, without an output, by hand: told on the terminal and kept nowhere."""
-    from layerproof import preflight, surroundings
+    from layerproof import checks, preflight, surroundings
 
-    def look(config: Mapping[str, Any], checkpoint: Path, results: Path) -> list[preflight.Check]:
+    def look(config: Mapping[str, Any], checkpoint: Path, results: Path) -> list[checks.Check]:
         prediction = read_json(args.prediction) if args.prediction and args.prediction.exists() else None
         found = preflight.check_side(args.side, config, checkpoint, results, prediction)
-        print(*preflight.lines(found), sep="\n", flush=True)
+        print(*checks.lines(found), sep="\n", flush=True)
         return found
 
     if not args.outputs:
@@ -411,7 +411,7 @@ def make_preflight(args: argparse.Namespace) -> int | None:
 
         resolved = resolve(read(args.config))
         found = look(resolved.resolved, Path(resolved.checkpoint), Path("results"))
-        return int(any(check.status == preflight.FAIL for check in found))
+        return int(any(check.status == checks.FAIL for check in found))
 
     if args.spec is None or args.record is None:
         raise UserError("preflight: a file to write wants --spec and --record, too. Leave it out to check by hand.")
@@ -419,9 +419,9 @@ def make_preflight(args: argparse.Namespace) -> int | None:
 
     def work() -> None:
         found = look(args.spec, _checkpoint(args), output.parent.parent)
-        failed = [check for check in found if check.status == preflight.FAIL]
+        failed = [check for check in found if check.status == checks.FAIL]
         if failed:
-            raise UserError(f"the {args.side} cannot run on this host: {' '.join(preflight.lines(failed))}")
+            raise UserError(f"the {args.side} cannot run on this host: {' '.join(checks.lines(failed))}")
         content = {
             "schema_version": 1,
             "side": args.side,

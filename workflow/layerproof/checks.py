@@ -1,0 +1,53 @@
+"""What a check of a host says, and what checks look with."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, how it stands (`ok`, `warn` or `fail`), in words, and what to do if it is not ok."""
+
+    name: str
+    status: str
+    text: str
+    remedy: str | None = None
+
+
+def refusal(path: Path) -> str | None:
+    """Why no file can be written into a directory that is there or would be made; None if one can."""
+    try:
+        with tempfile.TemporaryFile(dir=existing(path)):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest directory above it that is there."""
+    path = path.absolute()
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
+def run_tool(*command: str) -> tuple[int | None, str]:
+    """Exit code and output of a tool of the driver; None and why, if it is not there or does not end."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except OSError:
+        return None, "is not here"
+    except subprocess.TimeoutExpired:
+        return None, "does not answer within a minute"
+    return done.returncode, done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"
+
+
+def lines(checks: Iterable[Check]) -> Iterator[str]:
+    """The checks as a person reads them."""
+    for check in checks:
+        yield f"{check.status:4} {check.name}: {check.text}{f'. {check.remedy}' if check.remedy else ''}"
