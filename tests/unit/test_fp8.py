@@ -1,5 +1,6 @@
 """The FP8 form of the release: what is written can be read again, by transformers and by the shipped port alike."""
 
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from layerproof import checkpoint, fp8, port, tiny
+import models
+from layerproof import checkpoint, fp8, loading, port, tiny
 from layerproof.files import read_json
 
-SIDES = st.sampled_from([1, 5, 96, 128, 256, 384])
+SIDES = st.sampled_from([1, 5, 96, 128, 192, 256, 320, 384])
 
 
 @given(SIDES, SIDES, st.integers(-30, 30), st.integers(0, 2**32 - 1))
@@ -21,11 +24,17 @@ def test_a_value_times_its_scale_is_the_weight_up_to_a_rounding(rows, columns, e
     weight[0, 0] = 0.0
     values, scales = fp8.quantized(weight)
     assert values.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
-    assert scales.shape == (max(1, rows // 128), max(1, columns // 128))
+    assert scales.shape == (math.ceil(rows / 128), math.ceil(columns / 128))
     found = dequantized(values, scales, torch.float32)
-    step = scales.repeat_interleave(rows // scales.shape[0], 0).repeat_interleave(columns // scales.shape[1], 1) * 2**-9
+    step = by_element(scales, weight.shape) * 2**-9
     # Three bits of mantissa, and subnormal numbers in steps of 2^-9; one step of fp32 for the division.
     assert ((found - weight).abs() <= torch.maximum(weight.abs() * 2**-4, step / 2) * (1 + 1e-6)).all()
+
+
+def by_element(scales, shape):
+    """Each element's scale, as the form defines it."""
+    rows, columns = (torch.arange(size) // 128 for size in shape)
+    return scales[rows[:, None], columns]
 
 
 def dequantized(values, scales, dtype):
@@ -38,9 +47,35 @@ def test_zeros_stay_zeros():
     assert not dequantized(values, scales, torch.bfloat16).any()
 
 
-def test_a_matrix_that_does_not_divide_into_blocks_is_refused():
-    with pytest.raises(ValueError, match="a side of 200 does not divide into blocks of 128"):
-        fp8.quantized(torch.zeros(128, 200))
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_golden_takes_blocks_as_the_form_has_them_where_the_last_is_smaller(tmp_path, whole):
+    """Transformers takes all blocks of a side to be equal."""
+    models.save("minimax_m2_fp8", tmp_path / "model")
+    description, _ = loading.describe_stages(tmp_path / "model", ["layer_001"], trust_remote_code=False)
+    held = checkpoint.StageWeights(checkpoint.tensors_of_stage(tmp_path / "model", description["layer_001"]))
+    if whole:
+        quantization = loading.dequantizing(tmp_path / "model", False)
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", dtype=torch.bfloat16, quantization_config=quantization
+        )
+    else:
+        model = loading.meta_stage(tmp_path / "model", "layer_001", False, torch.bfloat16)
+        loading.load_stage(model, "layer_001", tmp_path / "model", description["layer_001"], torch.device("cpu"))
+    layer, experts = "model.layers.1.", "model.layers.1.block_sparse_moe.experts.3."
+    names = [f"{layer}self_attn.{name}_proj.weight" for name in "qkvo"] + [f"{experts}w2.weight"]
+    for name in names:
+        values, scales = held[name], held[f"{name}_scale_inv"]
+        wanted = (values.float() * by_element(scales, values.shape)).bfloat16()
+        found = model.get_parameter(description["layer_001"]["tensors"][name]["parameter"])
+        assert torch.equal(found[3] if "experts" in name else found, wanted), name
+    assert {held[name].shape[0] % 128 for name in names} > {0}
+
+
+def test_a_grid_that_is_none_of_blocks_stays_as_it_is():
+    scales = torch.rand(5, 5)
+    assert fp8.evened(scales, (640, 640), (128, 128)) is scales
+    assert fp8.evened(scales, (320, 320), (128, 128)) is scales, "its blocks are of another size"
+    assert fp8.evened(scales, (576, 600), (128, 128)).shape == (9, 75)
 
 
 @pytest.mark.parametrize(

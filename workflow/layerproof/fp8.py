@@ -1,15 +1,19 @@
 """The FP8 form in which MiniMax-M2, DeepSeek-V3 and others are released: e4m3 values and a scale for each block.
 
 Matrices of linear layers are stored as `NAME.weight` in float8_e4m3fn with `NAME.weight_scale_inv` in float32, one scale for
-each block of 128 x 128; a value is the product of the two (DeepSeek-V3, arXiv 2412.19437, section 3.3). Other tensors stay.
+each block of 128 x 128, of which the last of a side may be smaller; a value is the product of the two (DeepSeek-V3, arXiv
+2412.19437, section 3.3). Other tensors stay.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from layerproof.checkpoint import CONFIG, INDEX, shards
@@ -24,11 +28,7 @@ NOT_LINEAR = ("embed_tokens", "norm")
 
 
 def quantize_checkpoint(directory: Path) -> None:
-    """Rewrites a checkpoint's shards, index and config in the FP8 form, in place.
-
-    Raises:
-        ValueError: if a matrix is larger than a block and does not divide into blocks.
-    """
+    """Rewrites a checkpoint's shards, index and config in the FP8 form, in place."""
     weight_map: dict[str, str] = {}
     total_size = 0
     for shard in shards(directory):
@@ -58,24 +58,29 @@ def quantize_checkpoint(directory: Path) -> None:
 
 
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values [rows, columns] in e4m3 and scales [rows / 128, columns / 128] in fp32; a side below 128 is one block.
+    """Values [rows, columns] in e4m3 and scales [rows / 128, columns / 128], rounded up, in fp32.
 
     The scale maps a block's largest magnitude to e4m3's largest number.
-
-    Raises:
-        ValueError: if a side is larger than a block and does not divide into blocks.
     """
-    rows, columns = (_blocks(size) for size in weight.shape)
-    blocks = weight.float().unflatten(0, (rows, -1)).unflatten(-1, (columns, -1))
+    rows, columns = weight.shape
+    whole = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = whole.unflatten(0, (-1, BLOCK)).unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax((1, 3)).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST
     values = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return values.flatten(-2).flatten(0, 1), scales
+    return values.flatten(-2).flatten(0, 1)[:rows, :columns].contiguous(), scales
 
 
-def _blocks(size: int) -> int:
-    if size > BLOCK and size % BLOCK:
-        raise ValueError(f"a side of {size} does not divide into blocks of {BLOCK}")
-    return max(1, size // BLOCK)
+def evened(scales: torch.Tensor, shape: Sequence[int], block: Sequence[int]) -> torch.Tensor:
+    """Scales [..., rows, columns] of smaller blocks that divide each side of a matrix of this shape evenly, where the last
+    `block` of a side is smaller than the others; else those that are given.
+
+    A side of 576 has 5 blocks of 128, or 9 of 64.
+    """
+    for dim, (size, step) in enumerate(zip(shape[-2:], block, strict=True), start=-2):
+        if size > step and size % step and scales.shape[dim] == math.ceil(size / step):
+            part = math.gcd(size, step)
+            scales = scales.repeat_interleave(step // part, dim).narrow(dim, 0, size // part)
+    return scales
 
 
 def _is_quantized(name: str, tensor: torch.Tensor) -> bool:

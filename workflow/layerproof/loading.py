@@ -26,11 +26,12 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
-from layerproof import fingerprint
+from layerproof import fingerprint, fp8
 from layerproof.checkpoint import (
     CONFIG,
     INDEX,
@@ -176,6 +177,24 @@ def conversion(model: PreTrainedModel) -> tuple[list[WeightTransform], HfQuantiz
         return get_model_conversion_mapping(model), None
     quantizer = AutoHfQuantizer.from_config(dequantized, pre_quantized=True)
     return get_model_conversion_mapping(model, hf_quantizer=quantizer), quantizer
+
+
+_dequantize_even = Fp8Dequantize._dequantize_one
+
+
+def _dequantize_one(
+    self: Fp8Dequantize, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Transformers' own, which takes all blocks of a side to be equal, for sides whose last block is smaller, as those of
+    DeepSeek-V3's `kv_a_proj_with_mqa` with 576 rows: it would refuse them, or divide by the wrong lines.
+    """
+    block = self.hf_quantizer.quantization_config.weight_block_size
+    if block and quantized.dtype == torch.float8_e4m3fn and scales.ndim >= 2:
+        scales = fp8.evened(scales, quantized.shape, block)
+    return _dequantize_even(self, quantized, scales, output_dtype)
+
+
+Fp8Dequantize._dequantize_one = _dequantize_one
 
 
 def dequantizing(directory: Path, trust_remote_code: bool) -> Any:

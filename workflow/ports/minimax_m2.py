@@ -25,6 +25,7 @@ TAPS = {
     "mlp.out": "moe",
 }
 
+FP8_BLOCK = 128
 EXPERTS_AT_ONCE = 8
 """A compiler may widen the weights that it multiplies, as XLA does for the CPU; so not those of all experts at once."""
 
@@ -253,6 +254,5 @@ def dequantized(weights: Mapping[str, torch.Tensor], name: str, dtype: torch.dty
     weight = weights[name]
     if f"{name}_scale_inv" not in weights:
         return weight.to(dtype)
-    scales = weights[f"{name}_scale_inv"]
-    blocks = weight.float().unflatten(0, (scales.shape[0], -1)).unflatten(-1, (scales.shape[1], -1))
-    return (blocks * scales[:, None, :, None]).flatten(-2).flatten(0, 1).to(dtype)
+    scales = weights[f"{name}_scale_inv"].repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return (weight.float() * scales[: weight.shape[0], : weight.shape[1]]).to(dtype)
