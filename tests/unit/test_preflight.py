@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 
 from layerproof import checks, neuron, preflight
 from layerproof.checks import Check
+from layerproof.config import read, resolve
 from layerproof.errors import UserError
 from layerproof.neuron import NeuronDevice
 from layerproof.preflight import Gpu
@@ -66,7 +67,8 @@ def test_nvidia_smi_is_read():
     ]
     h200 = preflight.parse_nvidia_smi((FIXTURES / "nvidia-smi-h200-nvl.csv").read_text())
     assert [(gpu.name, gpu.free >> 20) for gpu in h200] == [("NVIDIA H200 NVL", 55012), ("NVIDIA H200 NVL", 81964)]
-    assert preflight.parse_nvidia_smi("No devices were found\n") == []
+    for text in ("No devices were found\n", "lorem, ipsum, dolor, sit\n", "A, 81920, ², 535\n"):
+        assert preflight.parse_nvidia_smi(text) == []
 
 
 def test_neuron_ls_is_read():
@@ -109,13 +111,20 @@ def test_an_idle_trn1_is_ready():
 def test_cores_that_are_in_use_and_cores_that_are_not_there_are_told():
     found = neuron_ls("neuron-ls-trn2.48xlarge.json", NEURON_RT_VISIBLE_CORES="2,4-5")
     assert statuses(found) == {"device": "ok", "cores": "fail", "visible cores": "fail", "device memory": "ok"}
-    assert found[1].text == "0 of 4 cores are on devices that nobody uses; processes on the others: 1966680; 1966681"
+    assert found[1].text == "0 of 1 cores are on devices that nobody uses; processes on the others: 1966680; 1966681"
     assert "they are 0-3" in found[2].text
     used, idle = (
         json.loads((FIXTURES / f"neuron-ls-{name}.json").read_text()) for name in ("trn2.48xlarge", "trn1.2xlarge")
     )
-    found = neuron.check_neuron_ls(0, json.dumps(used + idle), None, {"NEURON_RT_VISIBLE_CORES": "zero"})
-    assert statuses(found) == {"device": "ok", "cores": "warn", "visible cores": "fail"}
+    both = json.dumps(used + idle)
+    found = neuron.check_neuron_ls(0, both, None, {"NEURON_RT_VISIBLE_CORES": "zero"})
+    assert statuses(found) == {"device": "ok", "visible cores": "fail"}
+    for cores, status in (
+        ({}, "warn"),
+        ({"NEURON_RT_VISIBLE_CORES": "3-4"}, "warn"),
+        ({"NEURON_RT_VISIBLE_CORES": "4-5"}, None),
+    ):
+        assert statuses(neuron.check_neuron_ls(0, both, None, cores)).get("cores") == status, cores
 
 
 @pytest.mark.parametrize(
@@ -171,6 +180,24 @@ def test_a_gpu_that_torch_does_not_see_is_warned_of_and_one_asked_for_fails(monk
     assert check.status == "ok"
 
 
+def test_a_tool_that_fails_is_warned_of_where_a_gpu_may_be(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (check,) = preflight.check_golden_device(GOLDEN, None, [], "nvidia-smi does not answer within a minute")
+    assert (check.status, check.text) == ("warn", "the CPU; nvidia-smi does not answer within a minute")
+    for problem in ("nvidia-smi is not here", ""):
+        (check,) = preflight.check_golden_device(GOLDEN, None, [], problem)
+        assert check.status == "ok"
+    (check,) = preflight.check_golden_device(GOLDEN | {"device": "cuda"}, None, [], "")
+    assert (check.status, check.text) == ("fail", "no CUDA device: nvidia-smi names none")
+
+
+def test_a_disk_without_a_folder_fails():
+    golden = WHOLE | {"device_map": {"model": "cpu", "lm_head": "disk"}}
+    check = preflight.check_whole_memory(golden, None, GIB, [])
+    assert check.status == "fail" and "golden.offload_folder names no folder" in check.text
+    assert preflight.check_whole_memory(golden | {"offload_folder": "left"}, None, GIB, []).status == "ok"
+
+
 def test_a_gpu_that_is_not_there_fails(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     gpus = [Gpu("A", 80 * GIB, 0, "550")] * 2
@@ -201,7 +228,11 @@ def test_nvidia_smi_is_asked_for_what_cuda_may_use(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert [gpu.name for gpu in preflight._gpus()[0]] == ["B"]
     tool.write_text('#!/bin/sh\necho " "\nexit 9\n')
-    assert preflight._gpus() == ([], "")
+    assert preflight._gpus() == ([], "nvidia-smi ended with exit code 9")
+    tool.write_bytes(b"#!/bin/sh\nprintf '\\377\\376 broken'\nexit 9\n")
+    assert preflight._gpus()[1].endswith("broken")
+    tool.chmod(0o644)
+    assert preflight._gpus() == ([], "nvidia-smi cannot be run (Permission denied)")
 
 
 def test_a_tool_that_hangs_is_not_told_to_be_missing(monkeypatch):
@@ -479,8 +510,13 @@ def test_the_compile_cache_must_be_writable(tmp_path):
 
 
 def test_a_checkpoint_is_whole_or_is_told_of(tmp_path):
-    save("llama", tmp_path)
+    save("llama", tmp_path, shard_size="30KB")
     assert preflight.check_checkpoint(tmp_path).status == "ok"
+    config = (tmp_path / "config.json").read_text()
+    for text in ("{", "{}"):
+        (tmp_path / "config.json").write_text(text)
+        assert preflight.check_checkpoint(tmp_path).status == "fail"
+    (tmp_path / "config.json").write_text(config)
     index = tmp_path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     index.write_text(json.dumps(content | {"weight_map": content["weight_map"] | {"a.b": shard_of(content)}}))
@@ -493,10 +529,27 @@ def test_a_checkpoint_is_whole_or_is_told_of(tmp_path):
     assert check.status == "warn" and "is shorter than its header says" in check.text
     shard.unlink()
     assert "is not there; the index names it" in preflight.check_checkpoint(tmp_path).text
+    others = sorted(tmp_path.glob("*.safetensors"))
+    others[0].unlink()
+    check = preflight.check_checkpoint(tmp_path)
+    assert check.status == "warn" and check.text.endswith("; 2 shards in all")
+    for other in others[1:]:
+        other.unlink()
+    assert preflight.check_checkpoint(tmp_path).status == "fail", "no stage has its weights"
+    index.unlink()
+    assert preflight.check_checkpoint(tmp_path).status == "fail"
 
 
 def shard_of(index):
     return next(iter(index["weight_map"].values()))
+
+
+@pytest.mark.parametrize("side", ["golden", "port"])
+def test_a_checkpoint_that_the_workflow_is_to_make_is_no_fault(side, tmp_path, monkeypatch):
+    asked = resolve(read(Path("config.yaml")))
+    monkeypatch.chdir(tmp_path)
+    found = preflight.check_side(side, asked.resolved, Path(asked.checkpoint), Path("results"), None)
+    assert statuses(found)["checkpoint"] == "ok"
 
 
 @pytest.mark.parametrize(("side", "device", "code"), [("golden", "auto", 0), ("port", "CPU", 0), ("port", "NEURON", 1)])

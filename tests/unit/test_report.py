@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import reports
-from layerproof import plots, report, report_audit, stages
-from layerproof.files import size
+from layerproof import cli, plots, report, report_audit, stages
+from layerproof.files import size, write_json
 from layerproof.metrics import Tensor, judge
 
 TEMPLATE = Path(report.__file__).parent / "templates" / "report.html.j2"
@@ -508,6 +508,20 @@ def test_of_a_stage_whose_weights_cannot_be_read_the_table_says_nothing():
     books["stages"]["layer_001"] |= nothing
     rows = {row["stages"]: row for row in report_audit.section(books, [])["rows"]}
     assert set(rows["layer_001"].values()) == {"layer_001", "–", "40 MB"}
+
+
+def test_the_audit_is_told_by_hand(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["audit"]) == 2
+    assert "Run snakemake --cores 1 results/audit.json" in capsys.readouterr().err
+    for found, code in ((), 0), ([("upcast", "w: float32", False)], 1):
+        write_json(tmp_path / "results/audit.json", reports.audit(reports.good()[0], *found))
+        assert cli.run(["audit"]) == code
+        told = capsys.readouterr().out
+        assert "7.34 GB bfloat16 in the golden" in told and (
+            "finding: layer_000 to layer_001: w: float32" in told
+        ) == bool(code)
+        assert "8 x A100 80 GB, golden: a stage fits; the whole model does not fit (9 devices have it)" in told
 
 
 def test_what_was_dropped_of_stages_that_pass_is_told():

@@ -136,7 +136,7 @@ def read_shard_header(path: Path) -> dict[str, TensorOnDisk]:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
         base = 8 + length
-        return {
+        found = {
             name: TensorOnDisk(
                 name,
                 path,
@@ -148,6 +148,11 @@ def read_shard_header(path: Path) -> dict[str, TensorOnDisk]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
+        for tensor in found.values():
+            of_one = itemsize(tensor.dtype)  # 0 of half bytes, which no stage can have
+            if of_one and tensor.end - tensor.start != math.prod(tensor.shape) * of_one:
+                raise StageError(f"{path}: {tensor.name} has not the bytes of its shape. Copy the shard again.")
+        return found
     except FileNotFoundError:
         raise StageError(f"{path}: is not there; the index names it. Copy the shard again.") from None
     except OSError as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OK, WARN, FAIL = "ok", "warn", "fail"
+NOT_HERE = "is not here"
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,13 @@ def existing(path: Path) -> Path:
 
 
 def run_tool(*command: str) -> tuple[int | None, str]:
-    """Exit code and output of a tool of the driver; None and why, if it is not there or does not end."""
+    """Exit code and output of a tool of the driver; None and why, if it cannot be run or does not end."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except OSError:
-        return None, "is not here"
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=False)
+    except FileNotFoundError:
+        return None, NOT_HERE
+    except OSError as error:
+        return None, f"cannot be run ({error.strerror})"
     except subprocess.TimeoutExpired:
         return None, "does not answer within a minute"
     return done.returncode, done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"

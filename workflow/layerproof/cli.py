@@ -396,12 +396,35 @@ def make_prediction(args: argparse.Namespace) -> None:
     jobs.run(_job(args, [*args.weights, args.tokens, args.config]), work)
 
 
+def _one_output(args: argparse.Namespace) -> Path:
+    """Of a verb that may be called by hand, without.
+
+    Raises:
+        UserError: if it is no job's call.
+    """
+    if args.spec is None or args.record is None or len(args.outputs) > 1:
+        raise UserError(f"{args.verb}: a file to write wants --spec and --record, too. Leave it out to look by hand.")
+    return args.outputs[0]
+
+
+def _prediction(path: Path | None) -> Any:
+    """What results/prediction.json says; None if it is not there.
+
+    Raises:
+        UserError: if it is damaged.
+    """
+    try:
+        return read_json(path) if path and path.exists() else None
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error}). Delete it and run again.") from None
+
+
 def make_preflight(args: argparse.Namespace) -> int | None:
     """Checks of a side as a job of the workflow or, without an output, by hand: told on the terminal and kept nowhere."""
     from layerproof import checks, preflight, surroundings
 
     def look(config: Mapping[str, Any], checkpoint: Path, results: Path) -> list[checks.Check]:
-        prediction = read_json(args.prediction) if args.prediction and args.prediction.exists() else None
+        prediction = _prediction(args.prediction)
         found = preflight.check_side(args.side, config, checkpoint, results, prediction)
         print(*checks.lines(found), sep="\n", flush=True)
         return found
@@ -413,9 +436,7 @@ def make_preflight(args: argparse.Namespace) -> int | None:
         found = look(resolved.resolved, Path(resolved.checkpoint), Path("results"))
         return int(any(check.status == checks.FAIL for check in found))
 
-    if args.spec is None or args.record is None:
-        raise UserError("preflight: a file to write wants --spec and --record, too. Leave it out to check by hand.")
-    (output,) = args.outputs
+    output = _one_output(args)
 
     def work() -> None:
         found = look(args.spec, _checkpoint(args), output.parent.parent)
@@ -435,8 +456,11 @@ def make_preflight(args: argparse.Namespace) -> int | None:
     return None
 
 
-def make_audit(args: argparse.Namespace) -> None:
-    (output,) = args.outputs
+def make_audit(args: argparse.Namespace) -> int | None:
+    """As a job of the workflow or, without an output, by hand: the audit of results/ is told on the terminal."""
+    if not args.outputs:
+        return _tell_audit(Path("results/audit.json"))
+    output = _one_output(args)
 
     def work() -> None:
         with unrecorded():
@@ -451,6 +475,18 @@ def make_audit(args: argparse.Namespace) -> None:
         write_json(output, content)
 
     jobs.run(_job(args, [*args.weights, *args.golden, *args.port, args.prediction]), work)
+    return None
+
+
+def _tell_audit(path: Path) -> int:
+    from layerproof import report_audit
+
+    try:
+        section = report_audit.section(read_json(path), [])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: cannot be read ({error}). Run snakemake --cores 1 {path}.") from None
+    print(*report_audit.lines(section), sep="\n")
+    return int(bool(section["findings"]))
 
 
 def make_trimmed(args: argparse.Namespace) -> None:
@@ -633,20 +669,23 @@ def parser() -> argparse.ArgumentParser:
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def job_verb(name: str, action: Any, text: str, *files: str) -> None:
+    def job_verb(name: str, action: Any, text: str, *files: str, by_hand: bool = False) -> argparse.ArgumentParser:
+        text += " Without an output, by hand." if by_hand else ""
         verb = verbs.add_parser(name, help=text, description=text)
         verb.set_defaults(action=action)
-        verb.add_argument("outputs", nargs="+", type=Path, help="files to write")
-        verb.add_argument("--spec", type=json.loads, required=True, help="settings of the job, as JSON")
+        verb.add_argument("outputs", nargs="*" if by_hand else "+", type=Path, help="files to write")
+        verb.add_argument("--spec", type=json.loads, required=not by_hand, help="settings of the job, as JSON")
         verb.add_argument(
             "--stamp", nargs="+", default=["new"], help="changes when a job must run again (see records.py)"
         )
         verb.add_argument(
-            "--record", nargs="+", type=Path, required=True, help="where to keep what each job was run with"
+            "--record", nargs="+", type=Path, required=not by_hand, help="where to keep what each job was run with"
         )
         for file in files:
             one = file in ONE_FILE
-            verb.add_argument(f"--{file}", type=Path, required=one, **({} if one else {"nargs": "*", "default": []}))
+            many: dict[str, Any] = {} if one else {"nargs": "*", "default": []}
+            verb.add_argument(f"--{file}", type=Path, required=one and not by_hand, **many)
+        return verb
 
     job_verb("checkpoint", make_checkpoint, "Makes the default checkpoint, a small MiniMax-M2.", "inputs")
     job_verb("weights", make_weights, "Lists each stage's tensors in a checkpoint, with digests.", "inputs")
@@ -704,6 +743,7 @@ def parser() -> argparse.ArgumentParser:
         make_audit,
         "Holds each stage's weights on disk, in the golden and in the port against each other.",
         *("weights", "golden", "port", "prediction"),
+        by_hand=True,
     )
     job_verb(
         "trim",
@@ -730,16 +770,10 @@ def parser() -> argparse.ArgumentParser:
         *("trimmed", "preflights", "comparisons", "chains", "diagnoses", "plots", "records"),
     )
 
-    text = "Checks whether this host can run a side; without an output, by hand."
-    verb = verbs.add_parser("preflight", help=text, description=text)
-    verb.set_defaults(action=make_preflight)
-    verb.add_argument("outputs", nargs="*", type=Path, help="file to write")
+    verb = job_verb("preflight", make_preflight, "Checks whether this host can run a side.", by_hand=True)
     verb.add_argument("--side", choices=("golden", "port"), required=True)
     verb.add_argument("--config", type=Path, default=Path("config.yaml"), help="which settings to check by hand")
     verb.add_argument("--prediction", type=Path, default=Path("results/prediction.json"))
-    verb.add_argument("--spec", type=json.loads, help="settings of the job, as JSON")
-    verb.add_argument("--stamp", nargs="+", default=["new"], help="as of the other jobs")
-    verb.add_argument("--record", nargs="+", type=Path, help="as of the other jobs")
 
     verb = verbs.add_parser("store", help="Packs what a job made, for hosts that share no file system with this one.")
     verb.set_defaults(action=store)

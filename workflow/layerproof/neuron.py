@@ -121,13 +121,19 @@ def check_neuron_ls(
     cores = sum(device.cores for device in devices)
     memory = devices[0].memory // devices[0].cores
     yield Check("device", OK, f"{len(devices)} Neuron devices, {cores} logical cores with {size(memory)} each")
-    users = dict.fromkeys(user for device in devices for user in device.users)
-    if users:
-        free = sum(device.cores for device in devices if not device.users)
-        text = f"{free} of {cores} cores are on devices that nobody uses; processes on the others: {'; '.join(users)}"
-        yield Check("cores", WARN if free else FAIL, text, "End these processes, or set NEURON_RT_VISIBLE_CORES.")
     visible = environment.get("NEURON_RT_VISIBLE_CORES")
     usable = _core_numbers(visible) if visible else set(range(cores))
+    device_of_core = [device for device in devices for _ in range(device.cores)]
+    mine = [device_of_core[core] for core in sorted(usable) if core < cores]
+    taken = [device for device in mine if device.users]
+    if taken:
+        users = dict.fromkeys(user for device in taken for user in device.users)
+        free = len(mine) - len(taken)
+        text = (
+            f"{free} of {len(mine)} cores are on devices that nobody uses; processes on the others: {'; '.join(users)}"
+        )
+        remedy = "End these processes, or set NEURON_RT_VISIBLE_CORES to cores of other devices."
+        yield Check("cores", WARN if free else FAIL, text, remedy)
     if not usable or max(usable) >= cores:
         text = f"NEURON_RT_VISIBLE_CORES={visible} names cores that are not there; they are 0-{cores - 1}"
         yield Check("visible cores", FAIL, text, "Correct it, or unset it.")

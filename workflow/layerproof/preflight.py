@@ -23,7 +23,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from layerproof import checkpoint
-from layerproof.checks import FAIL, OK, WARN, Check, existing, refusal, run_tool
+from layerproof.checks import FAIL, NOT_HERE, OK, WARN, Check, existing, refusal, run_tool
+from layerproof.config import DEFAULT_CHECKPOINT
 from layerproof.errors import StageError, UserError, first_line
 from layerproof.files import read_json, size
 from layerproof.neuron import check_neuron, check_nxdi, check_sharding
@@ -38,6 +39,8 @@ LIBRARIES = {
     "port": ("torch", "torch-xla", "safetensors", "h5py"),
     "neuron": ("torch-neuronx", "libneuronxla", "neuronx-cc"),
 }
+NO_GPU = 6
+"""Exit code of nvidia-smi, by its manual, where what is asked for is not there."""
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """Of accelerate: they fill GPUs and leave the rest to the host. Other maps place everything as they are written."""
 
@@ -65,12 +68,13 @@ def check_side(
     whether memory and disk suffice.
     """
     check_host = check_golden_host if side == "golden" else check_port_host
-    sharded = () if side == "golden" else check_sharding(checkpoint.read_config(directory), config["parallel"]["tp"])
+    whole = check_checkpoint(directory)
+    is_sharded = side == "port" and whole.status != FAIL and directory.exists()
     return [
         *check_host(config, prediction, _available_memory()),
-        *sharded,
+        *(check_sharding(checkpoint.read_config(directory), config["parallel"]["tp"]) if is_sharded else ()),
         check_disk(results, prediction, shutil.disk_usage(existing(results)).free),
-        check_checkpoint(directory),
+        whole,
     ]
 
 
@@ -177,11 +181,16 @@ def check_golden_device(
     numbers = [number for place in places if (number := _gpu_number(place)) is not None]
     if not seen and numbers:
         found = f"nvidia-smi has {len(gpus)}, torch {torch.__version__} sees none" if gpus else problem
+        found = found or "nvidia-smi names none"
         yield Check("device", FAIL, f"no CUDA device: {found}", f"Run on a GPU host, or write golden.{key}: cpu.")
     elif not seen and gpus:
         text = f"{gpus[0].name} is here, but torch {torch.__version__} does not see it, so the golden runs on the CPU"
         yield Check(
             "device", WARN, text, f"Install a torch for CUDA that driver {gpus[0].driver} has, or the container."
+        )
+    elif not seen and problem and problem != f"nvidia-smi {NOT_HERE}":
+        yield Check(
+            "device", WARN, f"the CPU; {problem}", "Mend the driver if there is a GPU, or write golden.device: cpu."
         )
     elif not seen:
         yield Check("device", OK, "the CPU; there is no GPU")
@@ -266,13 +275,15 @@ def _room(golden: Mapping[str, Any], gpus: Sequence[Gpu]) -> list[int]:
 
 
 def _gpus() -> tuple[list[Gpu], str]:
-    """GPUs by nvidia-smi, of those that CUDA may use, or why there are none."""
+    """GPUs by nvidia-smi, of those that CUDA may use, and if it names none, why."""
     query = ["--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     code, output = run_tool("nvidia-smi", *query, *([f"--id={visible}"] if visible else []))
     if code is None:
         return [], f"nvidia-smi {output}"
-    return (parse_nvidia_smi(output), "") if code == 0 else ([], first_line(output))
+    if code and code != NO_GPU:
+        return [], first_line(output) or f"nvidia-smi ended with exit code {code}"
+    return parse_nvidia_smi(output), ""
 
 
 def parse_nvidia_smi(text: str) -> list[Gpu]:
@@ -280,22 +291,29 @@ def parse_nvidia_smi(text: str) -> list[Gpu]:
 
     Memory is in MiB there; what a card does not tell, as `[N/A]` on machines that share memory with the host, is 0.
     """
-    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
-    return [Gpu(name, _mib(memory), _mib(used), driver) for name, memory, used, driver in rows]
+    number = r"(\d+|\[.*\])"
+    rows = (re.fullmatch(rf"(.+), {number}, {number}, (\S+)", line.strip(), re.ASCII) for line in text.splitlines())
+    return [Gpu(row[1], _mib(row[2]), _mib(row[3]), row[4]) for row in rows if row]
 
 
 def _mib(text: str) -> int:
-    return int(text) << 20 if text.isdigit() else 0
+    return 0 if text.startswith("[") else int(text) << 20
 
 
 def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int, ranks: int = 1) -> Check:
     """Host memory against the side's largest job, of which each rank may convert the whole stage."""
     if not prediction:
-        return Check("memory", OK, f"{size(available)} available")
+        return _not_predicted(available)
     needed = ranks * (prediction[side] + IMPORTS)
     text = f"the largest job is predicted to take {size(needed)} of {size(available)} available"
     remedy = "Free memory, run one job at a time (--cores 1), or give shorter prompts."
     return Check("memory", OK if needed <= available else WARN, text, None if needed <= available else remedy)
+
+
+def _not_predicted(available: int) -> Check:
+    return Check(
+        "memory", OK, f"{size(available)} available; there is no results/prediction.json to say if that is enough"
+    )
 
 
 def check_whole_memory(
@@ -304,8 +322,11 @@ def check_whole_memory(
     """Host memory against what GPUs have no room for of the whole model; with golden.offload_folder the rest goes there."""
     import torch
 
+    if "disk" in _places(golden["device_map"]) and not golden["offload_folder"]:
+        text = "golden.device_map leaves weights on the disk, and golden.offload_folder names no folder"
+        return Check("memory", FAIL, text, "Give golden.offload_folder a folder, or write cpu in place of disk.")
     if not prediction:
-        return Check("memory", OK, f"{size(available)} available")
+        return _not_predicted(available)
     on_gpus = sum(_room(golden, gpus)) if torch.cuda.is_available() else 0
     needed = max(0, prediction["whole"] - on_gpus) + IMPORTS
     text = f"the whole model is predicted to take {size(needed)} of {size(available)} available on the host"
@@ -390,22 +411,38 @@ def _taken(results: Path, stage: str) -> int:
 
 
 def check_checkpoint(directory: Path) -> Check:
-    """Every shard as long as its header says, every tensor of the index in it; contents are for the digests to tell."""
+    """A config.json, every shard as long as its header says, every tensor of the index in one; contents are for the digests
+    to tell. What no stage can do without fails, what some stages can is a warning.
+    """
+    if str(directory) == DEFAULT_CHECKPOINT and not directory.exists():
+        return Check("checkpoint", OK, f"{directory}, which the workflow will make")
     try:
+        checkpoint.num_layers(checkpoint.read_config(directory))
         names = checkpoint.shards(directory)
-        found = set()
-        for name in names:
+    except UserError as error:
+        return _of_checkpoint(FAIL, [str(error)])
+    found: set[str] = set()
+    damaged = []
+    for name in names:
+        try:
             tensors = checkpoint.read_shard_header(directory / name)
             found |= tensors.keys()
-            end = max((tensor.end for tensor in tensors.values()), default=0)
-            if (directory / name).stat().st_size < end:
+            if (directory / name).stat().st_size < max((tensor.end for tensor in tensors.values()), default=0):
                 raise StageError(f"{directory / name}: is shorter than its header says. Copy the shard again.")
-        index = directory / checkpoint.INDEX
-        missing = sorted(read_json(index)["weight_map"].keys() - found) if index.exists() else []
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise StageError(f"{index}: names {missing[0]}{more}, which no shard holds. Copy the checkpoint again.")
-    except UserError as error:
-        text, _, remedy = str(error).rpartition(". ")
-        return Check("checkpoint", WARN, text or str(error), remedy)
+        except StageError as error:
+            damaged.append(str(error))
+    if damaged:
+        return _of_checkpoint(WARN if found else FAIL, damaged)
+    index = directory / checkpoint.INDEX
+    missing = sorted(read_json(index)["weight_map"].keys() - found) if index.exists() else []
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        said = f"{index}: names {missing[0]}{more}, which no shard holds. Copy the checkpoint again."
+        return _of_checkpoint(WARN, [said])
     return Check("checkpoint", OK, f"{len(names)} shards, {len(found)} tensors")
+
+
+def _of_checkpoint(status: str, errors: Sequence[str]) -> Check:
+    """What is wrong with it, of which the last sentence of an error is the remedy."""
+    text, _, remedy = errors[0].rpartition(". ")
+    return Check("checkpoint", status, text + (f"; {len(errors)} shards in all" if len(errors) > 1 else ""), remedy)

@@ -1,6 +1,6 @@
 """What the report says of weights, memory and disk: results/audit.json in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +25,19 @@ def section(audit: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]) -> d
         },
         "machines": run["machines"],
     }
+
+
+def lines(section: Mapping[str, Any]) -> Iterator[str]:
+    """A `section` as a person reads it on a terminal."""
+    for row in section["rows"]:
+        held = f"{row['disk']} on disk; {row['golden']} in the golden; {row['port']} in the port"
+        yield f"{row['stages']}: {held}; golden job {row['golden_job']}, port job {row['port_job']}, files {row['files']}"
+    for kind in ("findings", "notes"):
+        yield from (f"{kind[:-1]}: {sentence}" for sentence in section[kind])
+    yield from (f"{topic}: {text}" for topic, text in section["run"].items())
+    for row in section["machines"]:
+        stage, whole = ("fits" if row[what] else "does not fit" for what in ("stage", "whole"))
+        yield f"{row['machine']}, {row['side']}: a stage {stage}; the whole model {whole} ({row['devices']} devices have it)"
 
 
 def _dropped(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
