@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from layerproof import checks, neuron, preflight
@@ -571,6 +572,34 @@ def test_by_hand(side, device, code, tmp_path):
     assert done.returncode == code, done.stderr
     assert "ok   checkpoint:" in done.stdout and "ok   memory:" in done.stdout
     assert ("fail device: neuron-ls is not here" in done.stdout) == (device == "NEURON")
+
+
+@pytest.mark.parametrize(
+    ("changed", "warned"),
+    [
+        ({}, False),
+        ({"dtype": "float16"}, True),
+        ({"dtype": "float16", "device": "CUDA"}, False),
+        ({"dtype": "float16", "backend": "nxdi"}, False),
+    ],
+)
+def test_float16_on_the_cpu_is_warned_of(changed, warned, monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    port = {"device": "auto", "dtype": "bfloat16", "backend": "xla", "compile": None}
+    found = preflight.check_port_host({"port": port | changed, "parallel": {"tp": 1}}, None, GIB)
+    assert ("dtype" in statuses(found)) == warned
+
+
+def test_sums_of_float16_on_the_cpu_are_as_bad_as_that():
+    """And of bfloat16 not: XLA sums these in float32. When this fails, the check above is out of date."""
+    import torch_xla
+
+    device, random = torch_xla.device(), torch.Generator().manual_seed(0)
+    left, right = torch.randn(256, 256, generator=random), torch.randn(256, 256, generator=random) / 16
+    for dtype, bad in ((torch.float16, True), (torch.bfloat16, False)):
+        exact = left.to(dtype).double() @ right.to(dtype).double()
+        found = (left.to(dtype).to(device) @ right.to(dtype).to(device)).cpu().double()
+        assert ((found - exact).norm() > 5 * (exact.to(dtype).double() - exact).norm()) == bad
 
 
 def test_a_file_to_write_wants_what_a_job_has(capsys, tmp_path):

@@ -102,6 +102,9 @@ def check_port_host(config: Mapping[str, Any], prediction: Mapping[str, Any] | N
         yield Check("device", OK, f"XLA's {device}; port.device is {port['device']}")
     if port["backend"] == "nxdi":
         yield from check_nxdi(find_spec)
+    elif device == "CPU" and port["dtype"] == "float16":
+        text = "XLA on the CPU sums products of float16 in float16, ten times as far off as one rounding: stages fail by it"
+        yield Check("dtype", WARN, text, "Write port.dtype: bfloat16 or float32 on this device.")
     if on_neuron:
         yield from check_neuron(prediction, os.environ, config["parallel"]["tp"])
     yield check_memory("port", prediction, available, config["parallel"]["tp"])

@@ -160,7 +160,7 @@ def predict_spec(wildcards):
 def preflight_spec(side):
     if side == "golden" and TAKES_GOLDEN:
         return spec("cpu", storage=SETTINGS["golden"]["storage"])
-    asked = {"golden": ("device", "mode"), "port": ("device", "backend", "compile")}[side]
+    asked = {"golden": ("device", "mode"), "port": ("device", "backend", "compile", "dtype")}[side]
     if side == "golden" and SETTINGS["golden"]["mode"] == "whole":
         asked += ("device_map", "max_memory", "offload_folder")
     ranks = {"parallel": SETTINGS["parallel"]} if side == "port" else {}
