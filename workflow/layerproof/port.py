@@ -99,6 +99,8 @@ class Runner:
         Raises:
             StageError: if the port cannot be imported.
         """
+        with unrecorded():
+            importlib.import_module("torch_xla")  # which takes long to record
         is_nxdi = settings["backend"] == "nxdi"
         on_cpu = distributed.is_on_host(settings["device"]) or (is_nxdi and settings["nxdi"]["cpu_mode"])
         if is_nxdi:

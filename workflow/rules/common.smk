@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
-from layerproof import stages
+from layerproof import captured, stages
 from layerproof.config import read, resolve
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
