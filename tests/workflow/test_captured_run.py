@@ -46,6 +46,11 @@ def test_a_compiled_model_that_does_something_else_than_its_stages_fails(tmp_pat
     assert found["overall"] == "pass" and found["chains"]["captured"]["status"] == "pass"
     assert workflow.run().started == 0
 
+    # What a profile asks for chains is for those that run on the device.
+    asked = workflow.run("--dry-run", "--forceall", "--set-resources", "chain:runtime=77", target="all").text
+    jobs = {part.split(":")[0]: ", runtime=77" in part for part in asked.split("\nrule ")[1:]}
+    assert jobs["chain_all"] and not jobs["chain_captured"]
+
     # As a rank does that has another's slice: from layer_001 on.
     capture(
         workflow, tmp_path / "captured", lambda stage, out: out.roll(1, -1) if stage in ("layer_001", "norm") else out
