@@ -237,6 +237,7 @@ WRONG = {
     "no such ids": (changed(inputs__prompts=None, inputs__token_ids="no.json"), ["inputs.token_ids: no.json"]),
     "both inputs": (changed(inputs__token_ids="config.yaml"), ["inputs: give exactly one", "set the other to null"]),
     "no input": (changed(inputs__prompts=None), ["inputs: give exactly one of prompts and token_ids"]),
+    "port of text": (changed(port__module="README.md"), ["port.module: README.md is no Python file", "Name one"]),
     "no such port": (changed(port__module="ports/gone.py"), ["port.module: ports/gone.py is not there", "Name a"]),
     "no model": (without("model"), ["'model' is a required property", "config.schema.yaml"]),
     "no inputs": (without("inputs"), ["'inputs' is a required property", "config.schema.yaml"]),

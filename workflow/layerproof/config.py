@@ -233,6 +233,15 @@ def _check_plain(value: Any, key: str = "") -> None:
             ) from None
 
 
+def _check_module(name: str) -> None:
+    """Of a dotted module only the job can tell whether it is there: it may be in the port's image alone."""
+    is_python, is_there = name.endswith(".py"), Path(name).is_file()
+    if (is_python or "/" in name) and not is_there:
+        raise UserError(f"config.yaml: port.module: {name} is not there. Name a Python file or a dotted module.")
+    if is_there and not is_python:
+        raise UserError(f"config.yaml: port.module: {name} is no Python file. Name one, or a dotted module.")
+
+
 def _check_files(values: Mapping[str, Any]) -> None:
     inputs, model, port = values["inputs"], values["model"], values["port"]
     if (inputs["prompts"] is None) == (inputs["token_ids"] is None):
@@ -256,11 +265,8 @@ def _check_files(values: Mapping[str, Any]) -> None:
             f"config.yaml: port.compile: what neuron compiles runs on Neuron, and port.device is {port['device']}. "
             "Write port.device: NEURON, or port.compile: xla."
         )
-    is_file = port["module"].endswith(".py") or "/" in port["module"]
-    if port["backend"] != "transformers" and is_file and not Path(port["module"]).is_file():
-        raise UserError(
-            f"config.yaml: port.module: {port['module']} is not there. Name a Python file or a dotted module."
-        )
+    if port["backend"] != "transformers":
+        _check_module(port["module"])
 
 
 def _check_parallel(port: Mapping[str, Any], tp: int) -> None:
