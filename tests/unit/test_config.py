@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from layerproof import cli, config
+from layerproof import checkpoint, cli, config
 from layerproof.errors import UserError
 from layerproof.stages import all_stages
 
@@ -91,7 +91,7 @@ def test_every_property_is_described_and_every_section_is_closed(key, part):
 
 
 def test_defaults_are_filled_in_and_the_users_mapping_is_left_alone():
-    raw = {"model": {"checkpoint": config.DEFAULT_CHECKPOINT}, "inputs": {"prompts": SHIPPED["inputs"]["prompts"]}}
+    raw = {"model": {"checkpoint": checkpoint.DEFAULT}, "inputs": {"prompts": SHIPPED["inputs"]["prompts"]}}
     before = copy.deepcopy(raw)
     assert config.resolve(raw).resolved == SHIPPED
     assert raw == before
@@ -124,7 +124,7 @@ def test_a_chain_may_be_one_layer():
 
 def test_the_default_checkpoint_may_be_written_in_other_ways():
     for written in ("./results/checkpoint", "results/checkpoint/"):
-        assert config.resolve(changed(model__checkpoint=written)).checkpoint == config.DEFAULT_CHECKPOINT
+        assert config.resolve(changed(model__checkpoint=written)).checkpoint == checkpoint.DEFAULT
 
 
 def test_an_image_may_be_a_file_or_pulled_by_its_digest():

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+DEFAULT = "results/checkpoint"
+"""The one that the workflow makes itself."""
 
 
 def itemsize(dtype: str) -> int:

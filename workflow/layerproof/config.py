@@ -20,7 +20,6 @@ from layerproof.errors import UserError
 from layerproof.files import canonical_json
 
 SCHEMA = Path(__file__).resolve().parents[1] / "schemas" / "config.schema.yaml"
-DEFAULT_CHECKPOINT = "results/checkpoint"
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def resolve(raw: Mapping[str, Any]) -> Config:
     _check_plain(resolved)
     resolved["model"]["checkpoint"] = os.path.normpath(resolved["model"]["checkpoint"])
     _check_files(resolved)
-    if resolved["model"]["checkpoint"] == DEFAULT_CHECKPOINT:
+    if resolved["model"]["checkpoint"] == checkpoint.DEFAULT:
         num_layers = tiny.CONFIG["num_hidden_layers"]
     else:
         directory = Path(resolved["model"]["checkpoint"])
@@ -249,10 +248,10 @@ def _check_files(values: Mapping[str, Any]) -> None:
     for key in ("prompts", "token_ids"):
         if inputs[key] is not None and not Path(inputs[key]).is_file():
             raise UserError(f"config.yaml: inputs.{key}: {inputs[key]} is not there. Name an existing file.")
-    if model["checkpoint"] != DEFAULT_CHECKPOINT and not Path(model["checkpoint"]).is_dir():
+    if model["checkpoint"] != checkpoint.DEFAULT and not Path(model["checkpoint"]).is_dir():
         raise UserError(
             f"config.yaml: model.checkpoint: {model['checkpoint']} is not there. Name a directory with a checkpoint, "
-            f"or {DEFAULT_CHECKPOINT} for the one that the workflow makes."
+            f"or {checkpoint.DEFAULT} for the one that the workflow makes."
         )
     _check_storage(values["golden"])
     _check_parallel(port, values["parallel"]["tp"])

@@ -24,7 +24,6 @@ from packaging.version import InvalidVersion, Version
 
 from layerproof import checkpoint
 from layerproof.checks import FAIL, NOT_HERE, OK, WARN, Check, existing, refusal, run_tool
-from layerproof.config import DEFAULT_CHECKPOINT
 from layerproof.errors import StageError, UserError, first_line
 from layerproof.files import read_json, size
 from layerproof.neuron import check_neuron, check_nxdi, check_sharding
@@ -417,7 +416,7 @@ def check_checkpoint(directory: Path) -> Check:
     """A config.json, every shard as long as its header says, every tensor of the index in one; contents are for the digests
     to tell. What no stage can do without fails, what some stages can is a warning.
     """
-    if str(directory) == DEFAULT_CHECKPOINT and not directory.exists():
+    if str(directory) == checkpoint.DEFAULT and not directory.exists():
         return Check("checkpoint", OK, f"{directory}, which the workflow will make")
     try:
         checkpoint.num_layers(checkpoint.read_config(directory))

@@ -2,7 +2,7 @@
 # prompts or token ids -> results/tokens.json
 
 from layerproof import tiny
-from layerproof.config import DEFAULT_CHECKPOINT
+from layerproof.checkpoint import DEFAULT as DEFAULT_CHECKPOINT
 
 CONFIG_JSON = os.path.join(CHECKPOINT, "config.json")
 if CHECKPOINT == DEFAULT_CHECKPOINT:
