@@ -99,8 +99,8 @@ MORE = {
 FP8 = {
     "minimax_m2_fp8": {
         "num_hidden_layers": 2,
-        "hidden_size": 320,
-        "intermediate_size": 192,
+        "hidden_size": 256,
+        "intermediate_size": 256,
         "head_dim": 64,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -108,7 +108,7 @@ FP8 = {
         "tie_word_embeddings": False,
     }
 }
-"""In the FP8 form of the release, with matrices of several blocks, some of them smaller, and routers in fp32."""
+"""In the FP8 form of the release, with matrices of several blocks and routers in fp32."""
 
 
 def save(name: str, directory: Path, seed: int = 0, shard_size: str = "100KB") -> None:

@@ -4,7 +4,7 @@ The modules, in the order that data flows:
 
     what is to be run   config, stages, taps
     input               checkpoint, fp8, tiny, tokens, loading
-    before the run      prediction, preflight, surroundings
+    before the run      prediction, preflight, checks, neuron, surroundings
     golden              golden, whole, transformers_stage, experts, variants, noise, noise_kernel, stored
     port                port, distributed, ranks, shards, compiled, captured, nxdi, nxdi_taps, provenance, known_errors
     files of tensors    tensors, trimming, files

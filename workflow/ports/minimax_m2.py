@@ -254,5 +254,6 @@ def dequantized(weights: Mapping[str, torch.Tensor], name: str, dtype: torch.dty
     weight = weights[name]
     if f"{name}_scale_inv" not in weights:
         return weight.to(dtype)
-    scales = weights[f"{name}_scale_inv"].repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    scales = weights[f"{name}_scale_inv"]
+    scales = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return (weight.float() * scales[: weight.shape[0], : weight.shape[1]]).to(dtype)
