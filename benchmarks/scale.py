@@ -164,9 +164,8 @@ def seconds_of_stage(
     stage: str, side: str, machine: Machine, found: dict[str, Any], length: int, speeds: Speeds
 ) -> dict[str, float]:
     """By what they are spent on; `found` is what the prediction says of the stage."""
-    output = (
-        found["kept"] / 12
-    )  # elements; in bf16 of the golden, its noise, the port and a chain, in fp32 of the truth
+    # Elements: in bf16 of the golden, its noise, the port and a chain, in fp32 of the truth.
+    output = found["kept"] / 12
     elements = (found["files"] - 4 * output) / 8  # of all taps, without the noise and the chain
     if side == "golden":
         # Itself, its variants, and what strays along the noise; the truth. Of its experts those that tokens go to.

@@ -407,14 +407,14 @@ def _one_output(args: argparse.Namespace) -> Path:
     return args.outputs[0]
 
 
-def _prediction(path: Path | None) -> Any:
+def _prediction(path: Path) -> Any:
     """What results/prediction.json says; None if it is not there.
 
     Raises:
         UserError: if it is damaged.
     """
     try:
-        return read_json(path) if path and path.exists() else None
+        return read_json(path) if path.exists() else None
     except ValueError as error:
         raise UserError(f"{path}: is not JSON ({error}). Delete it and run again.") from None
 

@@ -64,8 +64,8 @@ def _load(directory: Path, settings: Mapping[str, Any]) -> PreTrainedModel:
             check_device_map(model, dict(settings["device_map"]))
     except (ValueError, RuntimeError, AssertionError, OSError) as error:
         raise UserError(
-            f"config.yaml: golden.device_map: {settings['device_map']}: the whole model cannot be loaded so "
-            f"({first_line(error)}). "
+            f"config.yaml: golden.device_map: {settings['device_map']}: "
+            f"the whole model cannot be loaded so ({first_line(error)}). "
             "Correct device_map, max_memory or offload_folder, or write golden.mode: streamed."
         ) from error
     _keep_dtypes(model)

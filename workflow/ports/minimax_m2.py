@@ -26,6 +26,7 @@ TAPS = {
 }
 
 FP8_BLOCK = 128
+"""Rows and columns of a block that has one scale, of which the last of a side may be smaller."""
 EXPERTS_AT_ONCE = 8
 """A compiler may widen the weights that it multiplies, as XLA does for the CPU; so not those of all experts at once."""
 
