@@ -3,6 +3,7 @@
 # make setup-slurm   sets up for runs on Slurm, too (docs/clusters.md)
 # make setup-s3      sets up for a golden that is kept on S3, too (docs/clusters.md)
 # make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
+# make same BASE=COMMIT   lists every file of results/ in which the default run differs from that of another commit
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
 # PYTHON=...    the Python to set up with, in place of the one that requirements/find-python.sh finds
 
@@ -10,13 +11,16 @@ VENV := .venv
 CORES ?= 1
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test lint bugs bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report test lint same bugs bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	snakemake --cores $(CORES) results/report.html
 
 test: setup-dev lint
 	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+same: setup-dev
+	python tests/same.py $(BASE)
 
 bugs: setup-dev
 	python tests/bugs/run.py
