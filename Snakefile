@@ -37,7 +37,7 @@ include: "workflow/rules/blocks.smk"
 
 onstart:
     if workflow.executor_plugin.name == "slurm":
-        from layerproof import preflight
+        from layerproof.host import preflight
 
         or_exit(preflight.require_slurm)
     # Snakemake 9.27 limits how many jobs start in a second. For that it wakes its scheduler every second once more for each job

@@ -9,9 +9,9 @@ import h5py
 import numpy as np
 import torch
 
-from layerproof import tensors
-from layerproof.metrics import LOG10_EDGES, PROBABILITIES, compare
-from layerproof.noise import measure as measure_noise
+from layerproof.measure.metrics import LOG10_EDGES, PROBABILITIES, compare
+from layerproof.measure.noise import measure as measure_noise
+from layerproof.tensors import hdf5
 from measure import Result, seconds
 
 SHAPE = (1, 4096, 3072)
@@ -56,12 +56,12 @@ def run() -> list[Result]:
     valid = np.ones(SHAPE[:2], bool)
     with tempfile.TemporaryDirectory(prefix="layerproof-comparer-") as directory:
         path = Path(directory) / "tap.h5"
-        stored = {name: tensors.to_array(of) for name, of in (("port", port), ("golden", golden), ("truth", truth))}
-        tensors.write(path, {"tap": stored}, valid=valid)
+        stored = {name: hdf5.to_array(of) for name, of in (("port", port), ("golden", golden), ("truth", truth))}
+        hdf5.write(path, {"tap": stored}, valid=valid)
         with h5py.File(path) as file:
             read = seconds(lambda: [file[f"tap/{name}"][...] for name in stored])
     varied = [(truth * (1 + 2e-3 * torch.randn(SHAPE, generator=random))).bfloat16() for _ in range(DRAWS)]
-    draws = [tensors.to_array(of) for of in varied]
+    draws = [hdf5.to_array(of) for of in varied]
     arrays = [of.data for of in stored.values()]
     memory = seconds(lambda: [array.copy() for array in arrays])
     ours = seconds(lambda: compare(*stored.values(), valid=valid))

@@ -15,9 +15,9 @@ import torch
 from runs import Workflow
 from safetensors.torch import save_file
 
-from layerproof import fp8
-from layerproof.checkpoint import read_shard_header
 from layerproof.files import read_json, write_json
+from layerproof.model import fp8
+from layerproof.model.checkpoint import read_shard_header
 from measure import Result, drop_from_cache, measure
 
 STAGE = "layer_000"

@@ -10,26 +10,21 @@ from pathlib import Path
 import yaml
 
 import layerproof
-from layerproof import (
-    audit,
-    checkpoint,
-    compare,
-    golden,
-    loading,
-    plots,
-    port,
-    prediction,
-    report,
-    tokens,
-    verdicts,
-)
-from layerproof.config import resolve
+from layerproof.compare import audit
+from layerproof.compare import stage as compare_stages
 from layerproof.files import write_json, write_text
-from layerproof.metrics import LIMIT
-from layerproof.stages import all_stages, previous_stage
-from layerproof.tensors import read_stage_input
+from layerproof.golden import stage as golden_stage
+from layerproof.host import prediction
+from layerproof.measure.rule import LIMIT
+from layerproof.model import checkpoint, loading, tokens
+from layerproof.model.resolve import resolve
+from layerproof.model.stages import all_stages, previous_stage
+from layerproof.port import stage as port_stage
+from layerproof.port.runner import Runner
+from layerproof.report import page, plots, verdicts
+from layerproof.tensors.hdf5 import read_stage_input
 
-TEMPLATE = Path(layerproof.__file__).parent / "templates/report.html.j2"
+TEMPLATE = Path(layerproof.__file__).parent / "report/templates/report.html.j2"
 
 
 def main(directory: Path) -> None:
@@ -45,7 +40,7 @@ def main(directory: Path) -> None:
     prompts = tokens.Tokens.read(results / "tokens.json")
     asked = settings | trust | {"compared": stages, "before": [], "chains": {}}
     predicted = prediction.predict(model, descriptions, prompts, asked)
-    runner = port.Runner.start(model, prompts, settings["port"] | trust)
+    runner = Runner.start(model, prompts, settings["port"] | trust)
     comparisons, files = [], {side: {} for side in ("golden", "noise", "port", "plots")}
     for stage in stages:
         for side, ending in (("golden", "h5"), ("noise", "h5"), ("port", "h5"), ("plots", "svg")):
@@ -54,10 +49,10 @@ def main(directory: Path) -> None:
         before = [files[side].get(previous) for side in ("golden", "noise")]
         made = files["golden"][stage], files["noise"][stage]
         golden_settings = settings["golden"] | trust | {"compared": stages}
-        golden.make_stage(stage, model, descriptions[stage], prompts, *before, *made, golden_settings)
+        golden_stage.make_stage(stage, model, descriptions[stage], prompts, *before, *made, golden_settings)
         fed = read_stage_input(before[0], "golden/out") if before[0] else None
-        port.make_stage(runner, stage, descriptions[stage], fed, files["port"][stage])
-        comparisons.append(compare.compare_stage(stage, *made, files["port"][stage], prompts.valid, LIMIT))
+        port_stage.make_stage(runner, stage, descriptions[stage], fed, files["port"][stage])
+        comparisons.append(compare_stages.compare_stage(stage, *made, files["port"][stage], prompts.valid, LIMIT))
         write_json(results / f"compare/{stage}.json", comparisons[-1])
         plots.plot_stage(comparisons[-1], files["plots"][stage])
     files["plots"] |= {name: results / f"plots/{name}.svg" for name in ("map", "depth")}
@@ -67,7 +62,7 @@ def main(directory: Path) -> None:
     diagnoses = [verdicts.undiagnosed(stage) for stage in stages]
     verdict = verdicts.collect(comparisons, [], diagnoses)
     shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, [], [])
-    write_text(results / "report.html", report.render(TEMPLATE, *shown, {"config": settings}))
+    write_text(results / "report.html", page.render(TEMPLATE, *shown, {"config": settings}))
 
 
 if __name__ == "__main__":

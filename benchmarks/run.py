@@ -17,8 +17,8 @@ sys.path[:0] = [str(HERE), *(str(HERE.parent / folder) for folder in ("workflow"
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as snakemake --cores 1 sets it for every job
 
+from layerproof.environment import hardware  # noqa: E402
 from layerproof.files import read_json, write_json  # noqa: E402
-from layerproof.surroundings import hardware  # noqa: E402
 
 BENCHMARKS = ("memory", "scale", "overhead", "comparer", "storage")
 

@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from layerproof import loading, prediction, tensors
 from layerproof.files import write_json
-from layerproof.metrics import compare
-from layerproof.noise import noise_of_taps
-from layerproof.stages import LM_HEAD, all_stages, layer_of
-from layerproof.tokens import pad
-from layerproof.variants import VARIANTS
+from layerproof.golden.variants import VARIANTS
+from layerproof.host import prediction
+from layerproof.measure.metrics import compare
+from layerproof.measure.noise import noise_of_taps
+from layerproof.model import loading
+from layerproof.model.stages import LM_HEAD, all_stages, layer_of
+from layerproof.model.tokens import pad
+from layerproof.tensors import hdf5
 from measure import Result, seconds
 from memory import CONFIG, STAGE, make_checkpoint, shapes
 
@@ -121,17 +123,17 @@ def seconds_by_element() -> dict[str, float]:
     random = torch.Generator().manual_seed(0)
     exact = torch.randn(shape, generator=random)
     taps = [(exact * (1 + 2e-3 * torch.randn(shape, generator=random))).bfloat16() for _ in range(1 + len(VARIANTS))]
-    truth, (golden, *variants) = tensors.to_array(exact), map(tensors.to_array, taps)
+    truth, (golden, *variants) = hdf5.to_array(exact), map(hdf5.to_array, taps)
     valid = np.ones(shape[:2], bool)
     with tempfile.TemporaryDirectory(prefix="layerproof-scale-") as directory:
 
         def of_golden() -> None:
             groups = {"golden": {"out": golden}, "truth": {"out": truth}}
-            tensors.write(Path(directory) / "golden.h5", groups, valid=valid)
+            hdf5.write(Path(directory) / "golden.h5", groups, valid=valid)
             noise_of_taps({"out": golden}, [{"out": one} for one in variants], {"out": truth}, valid)
 
         def of_port() -> None:
-            tensors.write(Path(directory) / "port.h5", {"port": {"out": golden}}, valid=valid)
+            hdf5.write(Path(directory) / "port.h5", {"port": {"out": golden}}, valid=valid)
             compare(golden, golden, truth, valid)
 
         return {

@@ -16,8 +16,8 @@ import numpy as np
 from runs import Workflow
 
 import memory
-from layerproof import tensors, trimming
 from layerproof.files import write_json
+from layerproof.tensors import hdf5, pruning
 from measure import Result, measure, seconds
 
 CONFIG = memory.CONFIG | {"num_local_experts": 16}
@@ -47,7 +47,7 @@ def run() -> list[Result]:
                 ]
         for side, path in files.items():
             whole = path.stat().st_size
-            trimming.trim(path)
+            pruning.trim(path)
             name = f"{side}/{STAGE}.h5, compare.taps: auto, if it passes: size"
             results.append(Result(name, path.stat().st_size / whole, "of all", f"{whole / 1e6:.1f} MB"))
     return results
@@ -74,7 +74,7 @@ def _written(path: Path, taps: Mapping[str, np.ndarray], options: Mapping[str, A
     def write() -> None:
         with h5py.File(path, "w") as file:
             for name, tap in taps.items():
-                file.create_dataset(name, data=tap, chunks=tensors.chunks_of(tap), fletcher32=True, **options)
+                file.create_dataset(name, data=tap, chunks=hdf5.chunks_of(tap), fletcher32=True, **options)
 
     took = seconds(write)
     return path.stat().st_size, took

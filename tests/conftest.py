@@ -28,7 +28,7 @@ def own_path():
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """The default checkpoint, trained once for all processes of this run, for tests that are not about how it is made."""
-    from layerproof import tiny
+    from layerproof.model import tiny
 
     own = tmp_path_factory.getbasetemp()
     made = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "trained"

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from layerproof import fp8
+from layerproof.model import fp8
 
 COMMON = {
     "vocab_size": 97,

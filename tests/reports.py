@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from layerproof import verdicts
-from layerproof.metrics import Tensor, judge
+from layerproof.measure.metrics import judge
+from layerproof.report import verdicts
+from layerproof.tensors.tensor import Tensor
 
 LIMIT = 1.5
 TAPS = ("attn.q", "attn.q_rot", "router.scores", "mlp.out", "out")

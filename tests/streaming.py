@@ -1,8 +1,9 @@
 """The golden of a small checkpoint, stage by stage."""
 
-from layerproof import checkpoint, golden, loading
-from layerproof.stages import all_stages, previous_stage
-from layerproof.tokens import pad
+from layerproof.golden import stage as golden_stage
+from layerproof.model import checkpoint, loading
+from layerproof.model.stages import all_stages, previous_stage
+from layerproof.model.tokens import pad
 
 SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False}
 TOKENS = pad([list(range(3, 23)), [5, 9, 2, 40, 41], [7] * 12], pad_id=0)
@@ -16,7 +17,7 @@ def stream(directory, results, whole=None, tokens=TOKENS, compared=None):
     for stage in stages:
         previous = previous_stage(stage, layers)
         before = [results / f"{previous}{ending}" if previous else None for ending in (".h5", ".noise.h5")]
-        golden.make_stage(
+        golden_stage.make_stage(
             stage,
             directory,
             descriptions[stage],

@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 
 import models
-from layerproof import checkpoint, golden, loading, port, tensors, tiny, tokens
-from layerproof.compare import compare_stage
-from layerproof.diagnose import Files, Stage, diagnose
+from layerproof.compare.stage import compare_stage
+from layerproof.diagnose.diagnose import Files, Stage, diagnose
 from layerproof.files import read_json, write_json
-from layerproof.fingerprint import REPOSITORY
-from layerproof.metrics import LIMIT
-from layerproof.stages import all_stages, previous_stage
+from layerproof.golden import stage as golden_stage
+from layerproof.measure.rule import LIMIT
+from layerproof.model import checkpoint, loading, tiny, tokens
+from layerproof.model.stages import all_stages, previous_stage
+from layerproof.port import stage as port_stage
+from layerproof.port.runner import Runner
+from layerproof.rerun.recorder import REPOSITORY
+from layerproof.tensors import hdf5
 
 PROMPTS = REPOSITORY / "workflow/resources/prompts.txt"
 TINY = "tiny"
@@ -75,7 +79,7 @@ def make_model(
             path.parent.mkdir(exist_ok=True)
         settings = SETTINGS | {"attn_implementation": attention, "compared": model.stages}
         before = [model.previous(stage, folder) for folder in ("golden", "noise")]
-        golden.make_stage(stage, made, descriptions[stage], prompts, *before, output, noise, settings)
+        golden_stage.make_stage(stage, made, descriptions[stage], prompts, *before, output, noise, settings)
     return model
 
 
@@ -138,9 +142,9 @@ def run(
     if source is not None:
         path.write_text(source)
     settings = port_settings(None if source is None else path, dtype)
-    runner = port.Runner.start(model.checkpoint, model.prompts, settings)
+    runner = Runner.start(model.checkpoint, model.prompts, settings)
     before = model.previous(stage)
-    fed = tensors.read(before, "golden/out") if before else None
+    fed = hdf5.read(before, "golden/out") if before else None
     description = model.description(stage)
     for other in also_loads:
         description["tensors"] = model.description(other)["tensors"] | description["tensors"]
@@ -150,13 +154,13 @@ def run(
         port=directory / "port.h5",
         forced=directory / "forced.h5",
     )
-    port.make_stage(runner, stage, description, fed, files.port)
+    port_stage.make_stage(runner, stage, description, fed, files.port)
     comparison = compare_stage(stage, files.golden, files.noise, files.port, model.prompts.valid, LIMIT)
     failed = [name for name, tap in comparison["taps"].items() if tap["status"] == "fail"]
     diagnosis: dict[str, Any] = {"culprits": [], "together": None}
     if comparison["status"] == "fail" and diagnosed:
-        wanted = tensors.read_group(files.golden, "golden")
-        port.force_stage(runner, stage, description, fed, wanted, files.forced)
+        wanted = hdf5.read_group(files.golden, "golden")
+        port_stage.force_stage(runner, stage, description, fed, wanted, files.forced)
         descriptions = {name: model.description(name) for name in model.stages}
         subject = Stage(stage, model.checkpoint, descriptions, model.prompts, before, SETTINGS, LIMIT)
         diagnosis = diagnose(subject, comparison, files)

@@ -12,10 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerproof import checkpoint, compare, distributed, loading, metrics, nxdi, nxdi_taps, port, ranks, shards, tensors
+from layerproof import distributed
+from layerproof.compare import stage as compare_stages
 from layerproof.errors import StageError
-from layerproof.stages import all_stages, previous_stage
+from layerproof.measure.rule import LIMIT
+from layerproof.model import checkpoint, loading
+from layerproof.model.stages import all_stages, previous_stage
+from layerproof.port import nxdi, nxdi_taps, ranks, shards
+from layerproof.port import stage as port_stage
+from layerproof.port.contract import Stage
+from layerproof.port.runner import Runner
 from layerproof.taps import collecting
+from layerproof.tensors import hdf5
 from models import CONFIGS, save
 from peak import Peak
 from streaming import TOKENS, stream
@@ -72,19 +80,19 @@ class Model:
             "nxdi": NXDI | nxdi,
             "trust_remote_code": False,
         }
-        return port.Runner.start(self.checkpoint, TOKENS, settings)
+        return Runner.start(self.checkpoint, TOKENS, settings)
 
     def input(self, stage):
         previous = previous_stage(stage, len(self.stages) - 3)
-        return tensors.read(self.golden / f"{previous}.h5", "golden/out") if previous else None
+        return hdf5.read(self.golden / f"{previous}.h5", "golden/out") if previous else None
 
     def run(self, stage, output, **nxdi):
-        return port.make_stage(self.runner(**nxdi), stage, self.descriptions[stage], self.input(stage), output)
+        return port_stage.make_stage(self.runner(**nxdi), stage, self.descriptions[stage], self.input(stage), output)
 
     def failures(self, stage, output):
         """Why a tap does not pass, by tap."""
         golden = self.golden / f"{stage}.h5", self.golden / f"{stage}.noise.h5"
-        result = compare.compare_stage(stage, *golden, output, TOKENS.valid, metrics.LIMIT)
+        result = compare_stages.compare_stage(stage, *golden, output, TOKENS.valid, LIMIT)
         assert result["taps"], result
         return {name: tap["reason"] for name, tap in result["taps"].items() if tap["status"] != "pass"}
 
@@ -124,26 +132,26 @@ def test_a_mistake_shows_at_its_tap(minimax, mistake, first, reason, tmp_path):
 
 def test_a_buffer_that_the_conversion_forgets_is_told(minimax, tmp_path):
     minimax.run("layer_001", tmp_path / "out.h5", config={"mistake": "no bias"})
-    parameters = tensors.read_document(tmp_path / "out.h5", tensors.CONVERSION)["parameters"]
+    parameters = hdf5.read_document(tmp_path / "out.h5", hdf5.CONVERSION)["parameters"]
     initial = [name for name, entry in parameters.items() if entry["initial"]]
     assert initial == ["layer.block_sparse_moe.router.e_score_correction_bias"]
 
 
 def test_a_forced_run_goes_on_with_the_goldens_taps(minimax, tmp_path):
     """The one mistake shows at its own tap and nowhere behind it."""
-    golden = tensors.read_group(minimax.golden / "layer_001.h5", "golden")
+    golden = hdf5.read_group(minimax.golden / "layer_001.h5", "golden")
     runner = minimax.runner(config={"mistake": "softmax"})
-    port.force_stage(
+    port_stage.force_stage(
         runner, "layer_001", minimax.descriptions["layer_001"], minimax.input("layer_001"), golden, tmp_path / "out.h5"
     )
-    forced = tensors.read_group(tmp_path / "out.h5", "port")
+    forced = hdf5.read_group(tmp_path / "out.h5", "port")
     assert forced.keys() == golden.keys()
     far = {name for name in golden if relative(forced[name], golden[name], torch.from_numpy(TOKENS.valid)) > 0.03}
     assert far == {"router.scores"}
 
 
 def relative(found, expected, where=slice(None)):
-    found, expected = (tensors.to_torch(tensor)[where].double() for tensor in (found, expected))
+    found, expected = (hdf5.to_torch(tensor)[where].double() for tensor in (found, expected))
     return float((found - expected).norm() / expected.norm())
 
 
@@ -199,7 +207,7 @@ def test_a_module_that_is_part_of_two_is_given_once(minimax, monkeypatch, tmp_pa
     monkeypatch.setattr(layer, "__init__", shared)
     minimax.run("layer_001", tmp_path / "out.h5")
     assert minimax.failures("layer_001", tmp_path / "out.h5") == {}
-    parameters = tensors.read_document(tmp_path / "out.h5", tensors.CONVERSION)["parameters"]
+    parameters = hdf5.read_document(tmp_path / "out.h5", hdf5.CONVERSION)["parameters"]
     assert not any(entry["initial"] for entry in parameters.values())
 
 
@@ -245,14 +253,14 @@ def test_theta_is_that_of_each_kind_of_attention(tmp_path):
     model = Model(tmp_path, "qwen3")
     kinds = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 7.0, "rope_type": "default"}}
     config = types.SimpleNamespace()
-    stage = port.Stage("layer_001", 1, {"rope_parameters": kinds}, torch.bfloat16, {}, (1, 2), model.checkpoint)
+    stage = Stage("layer_001", 1, {"rope_parameters": kinds}, torch.bfloat16, {}, (1, 2), model.checkpoint)
     nxdi._load_config(config, stage)
     assert (config.rope_theta, config.rope_local_base_freq, config.rope_scaling) == (5.0, 7.0, None)
 
 
 def test_only_the_stage_is_read_and_held(minimax):
     runner = minimax.runner()
-    layer = port.Stage("layer_001", 1, minimax.config, torch.bfloat16, {}, tuple(TOKENS.ids.shape), minimax.checkpoint)
+    layer = Stage("layer_001", 1, minimax.config, torch.bfloat16, {}, tuple(TOKENS.ids.shape), minimax.checkpoint)
     tensors_of = checkpoint.tensors_of_stage(minimax.checkpoint, minimax.descriptions["layer_001"])
     with Peak() as peak:
         state = runner.port.convert(layer, checkpoint.StageWeights(tensors_of))
@@ -269,7 +277,7 @@ def test_a_tied_head_and_scaled_embeddings_are_the_models_own(tmp_path, monkeypa
         assert model.failures(stage, tmp_path / "out.h5") == {}
     model.run("embed", tmp_path / "plain.h5")
     model.run("embed", tmp_path / "scaled.h5", config={"embedding_multiplier": 2.0})
-    plain, scaled = (tensors.to_torch(tensors.read(tmp_path / name, "port/out")) for name in ("plain.h5", "scaled.h5"))
+    plain, scaled = (hdf5.to_torch(hdf5.read(tmp_path / name, "port/out")) for name in ("plain.h5", "scaled.h5"))
     assert torch.equal(scaled, 2 * plain)
 
 
@@ -383,15 +391,17 @@ def run_by_ranks(model, count, stage, folder):
 
 def force_by_ranks(model, count, stage, folder):
     parts = [folder / f"{rank}.h5" for rank in range(count)]
-    given = model.descriptions[stage], model.input(stage), tensors.read_group(model.golden / f"{stage}.h5", "golden")
-    ranks.run(count, lambda rank: port.force_stage(model.runner(), stage, *given, parts[rank]))
+    given = model.descriptions[stage], model.input(stage), hdf5.read_group(model.golden / f"{stage}.h5", "golden")
+    ranks.run(count, lambda rank: port_stage.force_stage(model.runner(), stage, *given, parts[rank]))
     shards.join(parts, folder / "out.h5", TOKENS.valid)
 
 
 def trace_by_ranks(model, count, stage):
     def trace(rank):
         distributed.pretend()
-        return port.trace_stage(model.runner(cpu_mode=False), stage, model.descriptions[stage], model.input(stage))
+        return port_stage.trace_stage(
+            model.runner(cpu_mode=False), stage, model.descriptions[stage], model.input(stage)
+        )
 
     return [done.value for done in ranks.run(count, trace)]
 
@@ -409,12 +419,12 @@ def test_fewer_keys_than_ranks_and_heads_that_they_cannot_share(keys, copies, tm
     model = Model(tmp_path, "qwen3")
     afresh(run_by_ranks, model, 4, "layer_001", tmp_path)
     assert model.failures("layer_001", tmp_path / "out.h5") == {}
-    assert tensors.read_document(tmp_path / "out.h5", tensors.RANKS)["copies"] == (
+    assert hdf5.read_document(tmp_path / "out.h5", hdf5.RANKS)["copies"] == (
         dict.fromkeys(KEYS, 2) if copies > 1 else {}
     )
     afresh(force_by_ranks, model, 4, "layer_001", tmp_path)
     golden, forced = (
-        tensors.read_group(path, group)
+        hdf5.read_group(path, group)
         for path, group in ((model.golden / "layer_001.h5", "golden"), (tmp_path / "out.h5", "port"))
     )
     assert all(relative(forced[name], golden[name], torch.from_numpy(TOKENS.valid)) < 0.02 for name in golden)
@@ -472,10 +482,10 @@ def test_two_ranks_hold_half_each_and_make_the_same(qwen, tmp_path):
         outcome = subprocess.run([*command, *inner], env=environment, capture_output=True, text=True)
         assert outcome.returncode == 0, outcome.stderr[-3000:]
         for part in ("layer", "head"):
-            made = [tensors.read(tmp_path / f"{count}-{rank}-{part}.h5", "port/out") for rank in range(count)]
+            made = [hdf5.read(tmp_path / f"{count}-{rank}-{part}.h5", "port/out") for rank in range(count)]
             assert all(relative(one, made[0]) == 0 for one in made)
             found[count, part] = made[0]
-            held = tensors.read_document(tmp_path / f"{count}-0-{part}.h5", tensors.CONVERSION)["parameters"]
+            held = hdf5.read_document(tmp_path / f"{count}-0-{part}.h5", hdf5.CONVERSION)["parameters"]
             found[count, part, "rows"] = {name: entry["shape"] for name, entry in held.items()}
     for part in ("layer", "head"):
         assert relative(found[2, part], found[1, part]) < 1e-6

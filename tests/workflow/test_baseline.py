@@ -75,7 +75,7 @@ def test_a_whole_golden_that_cannot_be_loaded_is_tried_once(jobs):
     whole = workflow_of(jobs.directory.parent / "unloaded", golden={"mode": "whole", "device_map": "cpu"})
     loading = "model = _load(directory, settings)"
     whole.edit(
-        "workflow/layerproof/whole.py", (loading, "open('tried', 'a').write('x'); raise RuntimeError('no room')")
+        "workflow/layerproof/golden/whole.py", (loading, "open('tried', 'a').write('x'); raise RuntimeError('no room')")
     )
     assert whole.run().returncode == 0
     assert (whole.directory / "tried").read_text() == "x"

@@ -8,7 +8,7 @@ import pytest
 from runs import at_work, change_tensor, dense_and_moe
 
 from layerproof.files import sha256
-from layerproof.records import Record
+from layerproof.rerun.records import Record
 
 pytestmark = pytest.mark.workflow
 

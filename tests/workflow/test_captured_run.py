@@ -6,8 +6,8 @@ import pytest
 import torch
 from runs import Workflow
 
-from layerproof import tensors
-from layerproof.verdicts import gate
+from layerproof.report.verdicts import gate
+from layerproof.tensors import hdf5
 from models import save
 
 pytestmark = pytest.mark.workflow
@@ -20,7 +20,7 @@ def capture(workflow, folder, change=None):
     changes a stage's output. Compiled for more prompts and tokens than there are."""
     folder.mkdir(exist_ok=True)
     for stage, module in MODULES.items():
-        out = tensors.to_torch(tensors.read(workflow.results / f"chain/all/{stage}.h5", "port/out"))
+        out = hdf5.to_torch(hdf5.read(workflow.results / f"chain/all/{stage}.h5", "port/out"))
         padded = torch.zeros(out.shape[0] + 1, 16, out.shape[2], dtype=out.dtype)
         padded[: out.shape[0], : out.shape[1]] = change(stage, out) if change else out
         torch.save(padded, folder / f"captured_tensors_cte_step_1_module_{module}_output.pt")

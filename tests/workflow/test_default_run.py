@@ -133,20 +133,23 @@ MISTAKES = (
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_changed_line_turns_the_verdict_of_its_layer(workflow, tmp_path, mistake):
-    from layerproof import compare, port, tensors
+    from layerproof.compare import stage as compare_stages
     from layerproof.files import read_json
-    from layerproof.tokens import Tokens
+    from layerproof.model.tokens import Tokens
+    from layerproof.port import stage as port_stage
+    from layerproof.port.runner import Runner
+    from layerproof.tensors import hdf5
 
     (bug,) = (bug for bug in BUGS if (bug.model, bug.name) == (MINIMAX, mistake))
     (tmp_path / "port.py").write_text(bug.overlay((REPOSITORY / "workflow/ports/minimax_m2.py").read_text()))
     results = workflow.results
     tokens = Tokens.read(results / "tokens.json")
     settings = workflow.config["port"] | {"module": str(tmp_path / "port.py"), "trust_remote_code": False}
-    runner = port.Runner.start(results / "checkpoint", tokens, settings)
-    fed = tensors.read(results / "golden/layer_001.h5", "golden/out")
-    port.make_stage(runner, "layer_002", read_json(results / "weights/layer_002.json"), fed, tmp_path / "port.h5")
+    runner = Runner.start(results / "checkpoint", tokens, settings)
+    fed = hdf5.read(results / "golden/layer_001.h5", "golden/out")
+    port_stage.make_stage(runner, "layer_002", read_json(results / "weights/layer_002.json"), fed, tmp_path / "port.h5")
     golden = results / "golden/layer_002.h5", results / "noise/layer_002.h5"
-    result = compare.compare_stage("layer_002", *golden, tmp_path / "port.h5", tokens.valid, 1.5)
+    result = compare_stages.compare_stage("layer_002", *golden, tmp_path / "port.h5", tokens.valid, 1.5)
     failed = [name for name, entry in result["taps"].items() if entry["status"] == "fail"]
     assert result["status"] == "fail"
     assert failed[0] == bug.tap

@@ -16,7 +16,7 @@ from runs import REPOSITORY, Workflow, at_work, change_tensor, running
 from safetensors.torch import load_file, save_file
 
 from layerproof.files import sha256
-from layerproof.records import Record
+from layerproof.rerun.records import Record
 from models import save
 
 pytestmark = pytest.mark.workflow
@@ -124,7 +124,9 @@ def test_a_job_whose_process_is_killed_says_so(workflow):
 
 def printing_to(process, log):
     with contextlib.suppress(psutil.Error):
-        return "layerproof.worker" in process.cmdline() and str(log) in {file.path for file in process.open_files()}
+        return "layerproof.server.worker" in process.cmdline() and str(log) in {
+            file.path for file in process.open_files()
+        }
     return False
 
 

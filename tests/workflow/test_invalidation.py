@@ -15,8 +15,8 @@ import pytest
 from runs import dense_and_moe
 from safetensors.torch import load_file, save_file
 
-from layerproof import trimming
 from layerproof.files import sha256
+from layerproof.tensors import pruning
 
 pytestmark = pytest.mark.workflow
 
@@ -131,7 +131,9 @@ def test_comments_docstrings_and_formatting(workflow):
         ),
         ("def rotate(x, positions, theta):", "def rotate(\n    x,\n    positions,\n    theta,\n):"),
     )
-    workflow.edit("workflow/layerproof/compare.py", ('"""Compares the two sides', '"""Now compares the two sides'))
+    workflow.edit(
+        "workflow/layerproof/compare/stage.py", ('"""Compares the two sides', '"""Now compares the two sides')
+    )
     assert started(workflow) == 0
 
 
@@ -217,7 +219,7 @@ def test_one_prompt_added(workflow):
 
 def test_compare_edited(workflow):
     workflow.edit(
-        "workflow/layerproof/metrics.py",
+        "workflow/layerproof/measure/metrics.py",
         ("CLOSE_ABSOLUTE, CLOSE_RELATIVE = 1e-3,", "CLOSE_ABSOLUTE, CLOSE_RELATIVE = 2e-3,"),
     )
     made = run(workflow)
@@ -226,7 +228,7 @@ def test_compare_edited(workflow):
 
 
 def test_report_template_edited(workflow):
-    workflow.edit("workflow/layerproof/templates/report.html.j2", ("</body>", "<!-- edited --></body>"))
+    workflow.edit("workflow/layerproof/report/templates/report.html.j2", ("</body>", "<!-- edited --></body>"))
     assert run(workflow) == {"report.html", "manifest.json"}
 
 
@@ -331,8 +333,8 @@ def test_taps_of_stages_that_pass_are_dropped_and_made_again_for_a_job_that_read
     trimmed = {f"trimmed/{stage}.json" for stage in STAGES}
     assert run(workflow) == {*trimmed, *dropped, "report.html", "manifest.json"}
     layer = workflow.results / "golden/layer_001.h5"
-    assert layer.stat().st_size < trimming.read(layer).whole_bytes
-    assert {path: trimming.digest(path) for path in files} == whole
+    assert layer.stat().st_size < pruning.read(layer).whole_bytes
+    assert {path: pruning.digest(path) for path in files} == whole
     assert started(workflow) == 0
 
     workflow.edit("port.py", ("* dim**-0.5", "* dim**-0.25"))
@@ -340,8 +342,8 @@ def test_taps_of_stages_that_pass_are_dropped_and_made_again_for_a_job_that_read
     again = {*golden(LAYERS), *isolated(LAYERS), *compared(LAYERS), *diagnosed(LAYERS), *plotted(LAYERS)}
     kept_up_to_date = {"bisect.json", *(f"trimmed/{stage}.json" for stage in LAYERS)}  # bisected by the test above
     assert made == {*again, *chained(STAGES[1:]), *TELLING, *kept_up_to_date}
-    assert all((trimming.read(path) is None) == (path.stem in LAYERS) for path in files), "suspects have all taps"
-    assert {path: trimming.digest(path) for path in files if "golden" in path.parts} == {
+    assert all((pruning.read(path) is None) == (path.stem in LAYERS) for path in files), "suspects have all taps"
+    assert {path: pruning.digest(path) for path in files if "golden" in path.parts} == {
         path: digest for path, digest in whole.items() if "golden" in path.parts
     }
     assert started(workflow) == 0

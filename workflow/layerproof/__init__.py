@@ -1,15 +1,17 @@
 """Layerproof: finds the layer where a port of a large language model goes wrong, and says why.
 
-The modules, in the order that data flows:
+The packages, in the order in which data flows. None imports one further down:
 
-    what is to be run   config, stages, taps
-    input               checkpoint, fp8, tiny, tokens, loading
-    before the run      prediction, preflight, checks, neuron, surroundings
-    golden              golden, whole, transformers_stage, experts, variants, noise, noise_kernel, stored
-    port                port, distributed, ranks, shards, compiled, captured, nxdi, nxdi_taps, provenance, known_errors
-    files of tensors    tensors, trimming, files
-    judging             metrics, kernel, routing, logits, compare, audit, bisect, verdicts
-    saying why          diagnose, findings, faults
-    telling             plots, report, report_audit, manifest
-    what runs at all    cli, jobs, records, fingerprint, client, worker, containers, errors
+    errors, files, …    the ground floor: what every package uses
+    tensors             the tensor type, and the HDF5 files that hold tensors
+    rerun               which code a job ran, its record, and whether it must run again
+    model               what is to be run: stages, tokens, the checkpoint and how a stage's weights are loaded
+    measure             metrics, noise and the pass/fail rule; numpy and numba alone
+    golden              the trusted model, one stage at a time
+    port                the implementation under test, one stage at a time; beside it distributed, its process group
+    compare             port against golden: taps, chains, ranks, weights
+    host                what jobs will take, and whether this host has it
+    diagnose            why a stage fails
+    report              verdicts, plots, the page, the manifest
+    cli                 the command line, from the `verbs` of each package
 """

@@ -7,7 +7,7 @@ import sys
 def main() -> int:
     """Runs a verb; if the workflow says where, in a process that the jobs of one call of snakemake share."""
     if workers := os.environ.get("LAYERPROOF_WORKERS"):
-        from layerproof import client
+        from layerproof.server import client
 
         verb, *arguments = sys.argv[1:] or [""]
         if verb == "in-turn":

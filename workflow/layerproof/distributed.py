@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from layerproof.errors import UserError, first_line
-from layerproof.ranks import free_port, mark
+from layerproof.port.ranks import free_port, mark
 
 BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
 

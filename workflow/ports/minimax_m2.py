@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from layerproof.port import Stage
+from layerproof.port.contract import Stage
 from layerproof.taps import tap
 
 TAPS = {

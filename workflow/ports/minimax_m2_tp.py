@@ -13,7 +13,7 @@ from minimax_m2 import TAPS as TAPS
 from torch import nn
 
 from layerproof.errors import StageError
-from layerproof.port import Stage
+from layerproof.port.contract import Stage
 
 SPLIT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 SPLIT_AXES = {

@@ -6,11 +6,12 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
 
-from layerproof import captured, stages
-from layerproof.config import read, resolve
+from layerproof.config import read
+from layerproof.environment import package_versions
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
-from layerproof.jobs import package_versions
+from layerproof.model import captured, stages
+from layerproof.model.resolve import resolve
 
 if workflow.storage_settings.default_storage_provider:
     # Of an output that a job may leave as it is, Snakemake 9.27 makes a copy first, on the local disk alone.

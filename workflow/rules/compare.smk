@@ -1,7 +1,7 @@
 # results/golden/STAGE.h5, results/noise/STAGE.h5, results/port/STAGE.h5 -> results/compare/STAGE.json
 # results/golden/, results/chain/A-B/ -> results/compare/chain/A-B.json
 
-from layerproof import captured
+from layerproof.model import captured
 
 
 rule compare_stage:

@@ -4,7 +4,7 @@ import functools
 
 from snakemake.settings.types import DeploymentMethod
 
-from layerproof import containers
+from layerproof.host import containers
 
 CONTAINERS = SETTINGS["containers"]
 IN_CONTAINERS = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method

@@ -2,7 +2,7 @@
 # the same for the first stage of a chain -> results/chain/A-B/STAGE.h5
 # tensors captured of a whole compiled model -> results/chain/captured/STAGE.h5
 
-from layerproof import captured
+from layerproof.model import captured
 
 
 rule port_stage:

@@ -1,8 +1,8 @@
 # nothing, or the user's directory -> checkpoint -> results/weights/STAGE.json, results/weights/unused.json
 # prompts or token ids -> results/tokens.json
 
-from layerproof import tiny
-from layerproof.checkpoint import DEFAULT as DEFAULT_CHECKPOINT
+from layerproof.model import tiny
+from layerproof.model.checkpoint import DEFAULT as DEFAULT_CHECKPOINT
 
 CONFIG_JSON = os.path.join(CHECKPOINT, "config.json")
 if CHECKPOINT == DEFAULT_CHECKPOINT:

@@ -50,7 +50,7 @@ rule plot_model:
 rule report:
     """One self-contained page: the verdict, the map, and for each stage what to do about it."""
     input:
-        template="workflow/layerproof/templates/report.html.j2",
+        template="workflow/layerproof/report/templates/report.html.j2",
         verdicts=rules.verdicts.output.verdicts,
         unused=rules.weights.output.unused,
         audit=rules.audit.output.audit,

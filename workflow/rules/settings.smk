@@ -5,7 +5,8 @@ import functools
 import json
 from types import SimpleNamespace
 
-from layerproof import captured, stored
+from layerproof.golden import transfer
+from layerproof.model import captured
 
 
 def checkpoint_spec(wildcards):
@@ -40,7 +41,7 @@ GOLDEN_SETTINGS = {key: value for key, value in SETTINGS["golden"].items() if ke
 
 def golden_spec(**settings):
     if TAKES_GOLDEN:
-        alike = {key: SETTINGS[name.split(".")[0]][key] for key, name in stored.ALIKE.items()}
+        alike = {key: SETTINGS[name.split(".")[0]][key] for key, name in transfer.ALIKE.items()}
         return spec("cpu", storage=SETTINGS["golden"]["storage"], **alike, **settings)
     return spec(
         "golden",

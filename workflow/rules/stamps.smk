@@ -5,7 +5,7 @@ import json
 import secrets
 from types import SimpleNamespace
 
-from layerproof.records import Stamps
+from layerproof.rerun.planner import Stamps
 
 STAMPS = Stamps(
     Path("results/records"),

@@ -4,7 +4,7 @@ import secrets
 import shlex
 import tempfile
 
-from layerproof import client
+from layerproof import devices
 
 # Jobs share processes, which end with this one. Not in containers, where they would end with the first job; nor if code comes
 # with the checkpoint: what it keeps is not told from what the library's own stages keep.
@@ -28,8 +28,8 @@ def prepare_port():
         IS_SHARED
         and workflow.local_exec
         and not workflow.touch
-        and client.is_cpu(SETTINGS["port"]["device"])
+        and devices.is_cpu(SETTINGS["port"]["device"])
         and any(job.rule.name.startswith(RUN_PORTS) for job in workflow.dag.needrun_jobs())
     ):
         # In the environment that jobs get, or they would look for another process. Without it they start theirs.
-        shell("python -m layerproof.client || true", resources={"tmpdir": tempfile.gettempdir()})
+        shell("python -m layerproof.server.client || true", resources={"tmpdir": tempfile.gettempdir()})

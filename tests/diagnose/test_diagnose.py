@@ -1,0 +1,128 @@
+"""A diagnosis where little is known: no taps at all, a forced run that failed, a stage that passes."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from bugs import harness
+from layerproof.diagnose import diagnose
+from layerproof.errors import StageError
+from layerproof.files import read_json, write_json
+from layerproof.report import verdicts
+from layerproof.rerun.recorder import REPOSITORY
+from layerproof.tensors import hdf5
+
+STAGE = "layer_001"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return harness.make_model("qwen3_moe", 0, tmp_path_factory.mktemp("model"), (20, 11, 30))
+
+
+def port_source(*edits):
+    source = (harness.REPOSITORY / "tests/ports/qwen3_moe.py").read_text()
+    for old, new in edits:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+UNTAPPED = ("from layerproof.taps import tap", "tap = lambda name, tensor: tensor"), ("TAPS = {", "TAPS = {} and {")
+SIGMOID = ("logits.float().softmax(-1)", "logits.float().sigmoid()")
+
+
+def test_a_port_without_taps_is_diagnosed_by_its_output_alone(model, tmp_path):
+    outcome = harness.run(model, STAGE, port_source(*UNTAPPED, SIGMOID), tmp_path)
+    (culprit,) = outcome.culprits
+    assert culprit["tap"] == "out" and culprit["tried"] > 100
+    assert culprit["cause"]["name"] == "router_sigmoid"
+    assert culprit["cause"]["R_explained"] < 1.5 < culprit["cause"]["runner_up"]["R_explained"]
+
+
+STRICT = "positions[:, None] >= positions", "positions[:, None] > positions"
+
+
+def test_a_mistake_is_named_by_what_it_does_where_the_port_is_not_nan(model, tmp_path):
+    """The first token sees nobody, so its softmax is over nothing."""
+    outcome = harness.run(model, STAGE, port_source(STRICT), tmp_path)
+    culprit = outcome.culprits[0]
+    assert culprit["tap"] == "attn.context" and culprit["cause"]["name"] == "causal_mask_shifted"
+    assert "are NaN or Inf" in culprit["findings"][0]
+    assert all(outcome.verdicts.values()), "NaN is in whatever other rules compute"
+
+
+def test_another_shape_is_told_and_no_fault_called_near(model, tmp_path):
+    source = port_source()
+    line = next(line for line in source.splitlines() if line.startswith("        return x + self.mlp("))
+    (culprit,) = harness.run(
+        model, STAGE, port_source((line, f"{line}[..., :-1]".replace("x +", "x[..., :-1] +"))), tmp_path
+    ).culprits
+    assert (culprit["tap"], culprit["cause"], culprit["nearest"]) == ("out", None, None)
+    assert culprit["findings"] == ["It has shape [3, 30, 63] where the golden has [3, 30, 64]."]
+
+
+def test_a_forced_run_that_failed_is_why_there_is_no_diagnosis(model, tmp_path):
+    harness.run(model, STAGE, port_source(SIGMOID), tmp_path, diagnosed=False)
+    files = diagnose.Files(
+        model.directory / f"golden/{STAGE}.h5",
+        model.directory / f"noise/{STAGE}.h5",
+        tmp_path / "port.h5",
+        tmp_path / "forced.h5",
+    )
+    hdf5.write_error(files.forced, StageError("the port ran out of memory"))
+    descriptions = {name: model.description(name) for name in model.stages}
+    stage = diagnose.Stage(
+        STAGE, model.checkpoint, descriptions, model.prompts, model.previous(STAGE), harness.SETTINGS, 1.5
+    )
+    with pytest.raises(StageError, match="the port ran out of memory"):
+        diagnose.diagnose(stage, {"taps": {}}, files)
+    with pytest.raises(StageError, match="is not there"):
+        diagnose.diagnose(stage, {"taps": {}}, replace(files, golden=tmp_path / "gone.h5"))
+
+
+def run_verb(directory, comparison, forced_error=None):
+    """`layerproof diagnose` on a comparison, by the command line; its files need not be there if the stage passes."""
+    write_json(directory / "comparison.json", comparison)
+    (directory / "tokens.json").write_text("{}")
+    (directory / "config.json").write_text("{}")
+    arguments = ["diagnose", "diagnosis.json", "--comparison", "comparison.json", "--tokens", "tokens.json"]
+    spec = json.dumps({"stage": STAGE, "limit": 1.5, "checkpoint_dir": "."})
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "layerproof",
+            *arguments,
+            "--config",
+            "config.json",
+            "--spec",
+            spec,
+            "--record",
+            "record.json",
+        ],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow")},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_stage_that_passes_has_nothing_to_diagnose_and_its_output_is_left_alone(tmp_path):
+    assert run_verb(tmp_path, {"status": "pass"}).returncode == 0
+    assert read_json(tmp_path / "diagnosis.json") == verdicts.undiagnosed(STAGE)
+    before = (tmp_path / "diagnosis.json").stat().st_ino
+    outcome = run_verb(tmp_path, {"status": "pass", "taps": {}})
+    assert "runs because" in outcome.stdout
+    assert (tmp_path / "diagnosis.json").stat().st_ino == before
+
+
+def test_a_diagnosis_that_fails_is_a_result_with_its_reason(tmp_path):
+    outcome = run_verb(tmp_path, {"status": "fail", "taps": {}})
+    assert outcome.returncode == 0
+    found = read_json(tmp_path / "diagnosis.json")
+    assert found["culprits"] == [] and found["reason"]

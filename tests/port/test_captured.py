@@ -1,0 +1,81 @@
+"""Tensors that NxD Inference captured: which files are which stages, what is read of them, and what is refused."""
+
+import pytest
+import torch
+
+from layerproof.errors import StageError, UserError
+from layerproof.model.captured import find
+from layerproof.model.tokens import pad
+from layerproof.port import captured
+from layerproof.tensors import hdf5
+
+TOKENS = pad([[1, 2, 3], [4, 5]], pad_id=0)
+
+
+def name(module, step="cte_step_1", side="output"):
+    return f"captured_tensors_{step}_module_{module}_{side}.pt"
+
+
+def test_outputs_of_stages_are_found_among_all_that_is_captured(tmp_path):
+    wanted = {"embed": "embed_tokens", "layer_000": "layers.0", "layer_061": "model.layers.61", "norm": "model.norm"}
+    others = [
+        "layers.0.self_attn",
+        "layers.1.self_attn.norm",
+        "layers.0.input_layernorm",
+        "lm_head",
+        "layers",
+        "layers.2.norm",
+    ]
+    for module in (*wanted.values(), *others):
+        (tmp_path / name(module)).touch()
+    for other in (name("layers.3", "tkg_step_2"), name("layers.3", side="input"), "capture_metadata.json"):
+        (tmp_path / other).touch()
+    assert find(tmp_path) == {stage: tmp_path / name(module) for stage, module in wanted.items()}
+
+
+def test_two_files_for_a_stage_are_refused(tmp_path):
+    for module in ("layers.0", "model.layers.0"):
+        (tmp_path / name(module)).touch()
+    with pytest.raises(UserError, match=r"is the output of layer_000, as .* is\. Leave one"):
+        find(tmp_path)
+
+
+def test_a_folder_without_any_is_refused(tmp_path):
+    (tmp_path / name("layers.0.mlp")).touch()
+    with pytest.raises(UserError, match=r"has no captured_tensors_cte_step_1_module_layers\.0_output\.pt"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_padding_to_the_compiled_shape_is_left_out(tmp_path, dtype):
+    padded = torch.randn(4, 8, 16).to(dtype)
+    torch.save(padded, tmp_path / "file.pt")
+    captured.make_stage("layer_000", tmp_path / "file.pt", TOKENS, tmp_path / "out.h5")
+    found = hdf5.to_torch(hdf5.read(tmp_path / "out.h5", "port/out"))
+    assert found.dtype == dtype and torch.equal(found, padded[:2, :3])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (torch.zeros(1, dtype=torch.bfloat16), "holds one number"),
+        (torch.zeros(1, 8, 16), r"has shape \[1, 8, 16\] for 2 prompts of up to 3 tokens"),
+        (torch.zeros(2, 2, 16), r"has shape \[2, 2, 16\]"),
+        (torch.zeros(2, 8), r"has shape \[2, 8\]"),
+        (torch.zeros(2, 8, 16, dtype=torch.int32), "holds no tensor of floats"),
+        ({"a": torch.zeros(2, 8, 16)}, "holds no tensor of floats"),
+        (print, "cannot be read as a tensor"),
+    ],
+)
+def test_what_is_no_output_of_a_stage_is_refused(tmp_path, content, words):
+    torch.save(content, tmp_path / "file.pt")
+    with pytest.raises(StageError, match=words):
+        captured.make_stage("layer_000", tmp_path / "file.pt", TOKENS, tmp_path / "out.h5")
+    assert not (tmp_path / "out.h5").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive"])
+def test_a_damaged_file_is_refused(tmp_path, content):
+    (tmp_path / "file.pt").write_bytes(content)
+    with pytest.raises(StageError, match=r"file\.pt: cannot be read as a tensor"):
+        captured.make_stage("layer_000", tmp_path / "file.pt", TOKENS, tmp_path / "out.h5")

@@ -1,0 +1,274 @@
+"""A port stage on XLA: right where the port is right, clear where it is not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerproof.compare import stage as compare_stages
+from layerproof.errors import StageError
+from layerproof.measure.rule import LIMIT
+from layerproof.model import checkpoint, loading
+from layerproof.model.stages import all_stages, previous_stage
+from layerproof.port import stage as port_stage
+from layerproof.port.runner import Runner, load_module
+from layerproof.tensors import hdf5
+from models import CONFIGS, save
+from streaming import TOKENS, stream
+
+SETTINGS = {
+    "backend": "xla",
+    "module": "workflow/ports/minimax_m2.py",
+    "device": "CPU",
+    "dtype": "bfloat16",
+    "compile": None,
+    "options": {},
+    "trust_remote_code": False,
+}
+
+
+def run(model, results, out, settings, stages=None):
+    """Runs port stages fed with the golden's inputs, in one process; returns the facts by stage."""
+    layers = checkpoint.num_layers(checkpoint.read_config(model))
+    stages = stages or all_stages(layers)
+    descriptions, _ = loading.describe_stages(model, stages, trust_remote_code=False)
+    runner = Runner.start(model, TOKENS, settings)
+    facts = {}
+    for stage in stages:
+        previous = previous_stage(stage, layers)
+        fed = hdf5.read(results / f"{previous}.h5", "golden/out") if previous else None
+        facts[stage] = port_stage.make_stage(runner, stage, descriptions[stage], fed, out / f"{stage}.h5")
+    return facts
+
+
+def failures(results, out, stage):
+    """Reason of every tap that does not pass."""
+    golden = results / f"{stage}.h5", results / f"{stage}.noise.h5"
+    result = compare_stages.compare_stage(stage, *golden, out / f"{stage}.h5", TOKENS.valid, LIMIT)
+    assert result["taps"], result
+    return {name: tap["reason"] for name, tap in result["taps"].items() if tap["status"] != "pass"}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_unmodified_transformers_stages_pass_on_xla(model_type, tmp_path):
+    save(model_type, tmp_path / "model")
+    stages = stream(tmp_path / "model", tmp_path / "golden")
+    run(tmp_path / "model", tmp_path / "golden", tmp_path / "port", SETTINGS | {"backend": "transformers"})
+    for stage in stages:
+        failed = failures(tmp_path / "golden", tmp_path / "port", stage)
+        assert failed == {}, stage
+
+
+def test_a_port_finds_torch_as_its_import_left_it(tmp_path):
+    """Whatever an earlier stage of the same process did."""
+    source = tmp_path / "with_default.py"
+    source.write_text(Path(SETTINGS["module"]).read_text() + "\ntorch.set_default_dtype(torch.bfloat16)\n")
+    before = torch.get_default_dtype()
+    try:
+        found = []
+        for left in (torch.float32, torch.float64):
+            torch.set_default_dtype(left)
+            runner = Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)})
+            found.append((runner.port, torch.get_default_dtype()))
+        assert found[0] == found[1] and found[0][1] == torch.bfloat16
+        source.write_text(source.read_text() + "EDITED = True\n")
+        assert Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)}).port.EDITED
+        Runner.start(tmp_path, TOKENS, SETTINGS)
+        assert torch.get_default_dtype() == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "gone_package.port",
+            None,
+            r"No module named 'gone_package'\). Install gone_package, or name its folder in PYTHONPATH.",
+        ),
+        ("gone_module", None, r"No module named 'gone_module'\). Correct port.module."),
+        ("uses.py", "import gone_package", r"Install gone_package, or name its folder in PYTHONPATH."),
+        ("breaks.py", "1 / 0", r"ZeroDivisionError: division by zero\). Correct port.module."),
+    ],
+)
+def test_a_port_that_cannot_be_imported_says_why(name, text, message, tmp_path):
+    if text:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(StageError, match=message):
+        load_module(str(tmp_path / name) if text else name)
+
+
+OWN = """
+import torch
+
+class Own(torch.nn.Module):
+    def __init__(self, stage):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, stage.config["hidden_size"], dtype=stage.dtype))
+        self.register_buffer("drawn", torch.rand(1), persistent=False)
+
+    def forward(self, x, positions, valid):
+        return (valid[..., None] * self.drawn * self.weight.sum(0) + torch.rand_like(self.drawn)).to(self.weight.dtype)
+
+def build(stage):
+    return Own(stage)
+
+def convert(stage, weights):
+    {line}
+"""
+
+
+def own_port(tmp_path, line):
+    save("minimax_m2", tmp_path / "model")
+    (tmp_path / "own.py").write_text(OWN.format(line=line))
+    return tmp_path / "model", SETTINGS | {"module": str(tmp_path / "own.py")}
+
+
+def test_what_a_port_draws_does_not_depend_on_the_stages_before(tmp_path):
+    model, settings = own_port(
+        tmp_path, "return {'weight': torch.ones(2, stage.config['hidden_size'], dtype=stage.dtype)}"
+    )
+    stream(model, tmp_path)
+    description, _ = loading.describe_stages(model, ["layer_000"], trust_remote_code=False)
+    fed = hdf5.read(tmp_path / "embed.h5", "golden/out")
+    found = []
+    for drawn in (0, 3):
+        runner = Runner.start(model, TOKENS, settings)
+        torch.rand(drawn), torch.rand(drawn, device=runner.environment.device).cpu()
+        port_stage.chain_stage(runner, "layer_000", description["layer_000"], fed, tmp_path / f"{drawn}.h5")
+        found.append(hdf5.to_torch(hdf5.read(tmp_path / f"{drawn}.h5", "port/out")))
+    assert torch.equal(*found)
+
+
+def test_memory_that_convert_yields_again_after_it_wrote_into_it_is_told(tmp_path):
+    """XLA on the CPU takes it where it is, so that the first parameter would have the second one's values."""
+    lines = (
+        "held = torch.zeros(2, stage.config['hidden_size'], dtype=stage.dtype)",
+        "yield 'weight', held",
+        "yield 'again', held.fill_(1.0)",
+    )
+    model, settings = own_port(tmp_path, "\n    ".join(lines))
+    stream(model, tmp_path)
+    with pytest.raises(StageError, match="yields memory again that it wrote over"):
+        run(model, tmp_path, tmp_path / "port", settings, ["embed"])
+
+
+def test_shipped_port_passes_and_compiles_once_a_kind(tmp_path, monkeypatch):
+    # No other test's size, whose graphs this process may have compiled.
+    monkeypatch.setitem(CONFIGS, "minimax_m2", CONFIGS["minimax_m2"] | {"vocab_size": 89, "hidden_size": 56})
+    save("minimax_m2", tmp_path / "model")
+    stages = stream(tmp_path / "model", tmp_path / "golden")
+    facts = run(tmp_path / "model", tmp_path / "golden", tmp_path / "port", SETTINGS)
+    for stage in stages:
+        assert failures(tmp_path / "golden", tmp_path / "port", stage) == {}, stage
+    assert len({fact["kind"] for fact in facts.values()}) == 4
+    by_stage = {stage: fact["compilations"] for stage, fact in facts.items()}
+    # Of a layer two graphs, without taps and with them; the others have no tap besides their output.
+    assert by_stage == {"embed": 1, "layer_000": 2, "layer_001": 0, "layer_002": 0, "norm": 1, "lm_head": 1}
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    """A small MiniMax-M2 and its golden stages."""
+    directory = tmp_path_factory.mktemp("golden")
+    save("minimax_m2", directory / "model")
+    stream(directory / "model", directory)
+    return directory
+
+
+def run_edited(golden, tmp_path, old, new):
+    """Reason of every tap of layer 1 that does not pass, with a line of the shipped port replaced."""
+    source = Path(SETTINGS["module"]).read_text()
+    assert source.count(old) == 1, old
+    (tmp_path / "edited.py").write_text(source.replace(old, new))
+    settings = SETTINGS | {"module": str(tmp_path / "edited.py")}
+    run(golden / "model", golden, tmp_path, settings, ["layer_001"])
+    return failures(golden, tmp_path, "layer_001")
+
+
+MOE_OUT = "        return x + self.moe(self.post_attention_norm(x))\n"
+
+
+def then(statement):
+    """The end of the shipped layer, with a statement between the MoE and the return."""
+    return f"        out = x + self.moe(self.post_attention_norm(x))\n        {statement}\n        return out\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("x[0, 0, 0]", "shape"),
+        ("x[0, 0]", "shape"),
+        ("x.flatten(0, 1)", "shape"),
+        ("torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))", "shape"),
+        ("x.to(torch.float8_e4m3fn)", "above the limit"),
+        ("x.double()", "above the limit"),
+        ("x.to(torch.int16)", "is int64 where"),
+        ("x.to(torch.uint8)", "is int64 where"),
+        ("x > 0", "is bool where"),
+        ("x[:0]", "shape"),
+    ],
+)
+def test_a_tap_of_any_shape_and_dtype_ends_as_a_verdict(golden, tmp_path, value, reason):
+    failed = run_edited(golden, tmp_path, MOE_OUT, then(f'tap("mlp.out", {value})'))
+    assert failed.keys() == {"mlp.out"} and reason in failed["mlp.out"]
+
+
+def test_a_port_may_be_called_like_a_library(golden, tmp_path):
+    (tmp_path / "torch.py").write_text(Path(SETTINGS["module"]).read_text())
+    settings = SETTINGS | {"module": str(tmp_path / "torch.py")}
+    run(golden / "model", golden, tmp_path, settings, ["layer_001"])
+    assert failures(golden, tmp_path, "layer_001") == {}
+
+
+def test_a_port_that_gives_another_output_each_time_is_told(golden, tmp_path):
+    with pytest.raises(StageError, match="the port is not deterministic"):
+        run_edited(golden, tmp_path, MOE_OUT, then("out = out + torch.randn_like(out)"))
+
+
+@pytest.mark.parametrize(
+    ("change", "by_what"),
+    [
+        ("out * (1 + (MoE.calls % 2 == 0))", "relative L2 1"),
+        ("out * torch.full_like(out, 1 if MoE.calls % 2 else torch.nan)", "its shape, or where it is NaN or Inf"),
+    ],
+)
+def test_taps_that_change_the_output_are_told(golden, tmp_path, change, by_what):
+    with pytest.raises(StageError, match=rf"taps change the stage's output \({by_what}\)"):
+        run_edited(golden, tmp_path, MOE_OUT, then(f"MoE.calls = getattr(MoE, 'calls', 0) + 1; out = {change}"))
+
+
+def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):
+    choice = 'tap("router.choice", choice.sort(-1).values.int())'
+    assert run_edited(golden, tmp_path, choice, choice.replace("int()", "to(torch.uint8)")) == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"attn.v": "attention.v_proj"', '"attn.v": "attention"', None),
+        (MOE_OUT, then('tap("mlp.out", (x, x))'), 'tap "mlp.out": is a tuple, not a tensor. Write tap'),
+        (MOE_OUT, then('tap("mlp.sum", x)'), 'tap "mlp.sum": is not a canonical name. The names are'),
+        (MOE_OUT, "        return (x, None)\n", "layer_001: the port returns tuple, not one tensor"),
+        (
+            "        return Layer(config, dtype)\n",
+            "        return None\n",
+            "layer_001: build() returns NoneType, not a",
+        ),
+        (
+            "def convert(",
+            "def convert(stage, weights):\n    return None\n\n\ndef unused(",
+            "convert() must return the module's",
+        ),
+        ("TAPS = {", "TAPS = []\nUNUSED = {", "TAPS must map canonical taps to submodules"),
+        ('"attn.v": ', '"attn.value": ', 'TAPS: "attn.value" is not a canonical tap. The names are input_norm'),
+    ],
+)
+def test_what_is_no_tap_is_told(golden, tmp_path, old, new, message):
+    if message is None:
+        assert run_edited(golden, tmp_path, old, new).keys() == {"attn.v"}
+        return
+    with pytest.raises(StageError) as error:
+        run_edited(golden, tmp_path, old, new)
+    assert message in str(error.value)

@@ -1,0 +1,167 @@
+"""The ranks of a job, in real processes."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+import psutil
+import pytest
+
+from layerproof.errors import StageError, StageMissing
+from layerproof.failures import end_with
+from layerproof.port import ranks
+from layerproof.rerun import recorder
+
+
+def sum_of_ranks():
+    def work(rank):
+        import torch
+        import torch.distributed as dist
+
+        from layerproof import distributed
+
+        assert distributed.is_on_host("CPU") and distributed.is_on_host("auto") and not distributed.is_on_host("NEURON")
+        environment = distributed.initialise("cpu")
+        total = torch.tensor([10.0**rank])
+        dist.all_reduce(total)
+        every = distributed.of_all_ranks({"rank": rank})
+        return environment.rank, environment.world_size, os.environ["LOCAL_RANK"], total.item(), len(every)
+
+    before = dict(os.environ)
+    done = ranks.run(3, work)
+    assert dict(os.environ) == before
+    return done
+
+
+def test_each_rank_has_its_number_and_all_can_talk(monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # which is in no group yet
+        done = process.submit(sum_of_ranks).result()
+    assert [one.value for one in done] == [(rank, 3, str(rank), 111.0, 3) for rank in range(3)]
+    assert all(one.peak_rss_bytes > 1 << 20 for one in done)
+
+
+def what_ranks_begin_with(device, folder):
+    import argparse
+
+    from layerproof import cli
+
+    def make(part):
+        raise StageError(f"{'torch_xla' in sys.modules}")
+
+    with pytest.raises(StageError) as caught:
+        cli._by_ranks(argparse.Namespace(spec={"tp": 2, "device": device}), make, folder / "embed.h5")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("device", "begin_with_it"), [("CPU", "True"), ("NEURON", "False")])
+def test_ranks_begin_with_imported_packages_if_that_touches_no_device(tmp_path, device, begin_with_it):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        assert process.submit(what_ranks_begin_with, device, tmp_path).result() == begin_with_it
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_named():
+    def work(rank):
+        ranks.mark(rank, "loaded")
+        if rank == 1:
+            ranks.mark(rank, "summed")
+            raise ValueError("no weights for me")
+        time.sleep(60)
+
+    started, before = time.monotonic(), psutil.Process().children()
+    with pytest.raises(StageError) as caught:
+        ranks.run(3, work)
+    assert time.monotonic() - started < 30
+    assert str(caught.value).startswith("rank 1: ValueError at test_ranks.py:")
+    assert str(caught.value).endswith("no weights for me Rank 0 and rank 2 never reached “summed”.")
+    assert psutil.Process().children() == before
+
+
+def test_what_all_ranks_say_is_said_once():
+    def work(rank):
+        time.sleep(0.2 * rank)
+        raise StageMissing("no input, because an earlier stage failed")
+
+    with pytest.raises(StageMissing) as caught:
+        ranks.run(3, work)
+    assert str(caught.value) == "no input, because an earlier stage failed"
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "Its process was killed by SIGKILL (out of memory, or killed by",
+        ),
+        (lambda: os._exit(3), "Its process ended with exit code 3 before its output was written. Its log has"),
+        (lambda: os.fork() and os._exit(4), "Its process ended with exit code 4"),
+        (lambda: sys.exit("no licence"), "SystemExit"),
+    ],
+)
+def test_a_rank_that_dies_is_told(end, text):
+    def work(rank):
+        if rank == 1:
+            end()
+        time.sleep(60)
+
+    with pytest.raises(StageError, match=r"^rank 1: ") as caught:
+        ranks.run(2, work)
+    assert text in str(caught.value)
+
+
+def test_the_rank_that_died_is_blamed_and_not_those_that_miss_it():
+    def work(rank):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(0.5)
+        raise RuntimeError("connection closed by peer")
+
+    with pytest.raises(StageError, match=r"^rank 1: Its process was killed by SIGSEGV"):
+        ranks.run(3, work)
+
+
+def test_code_that_was_edited_between_ranks_is_none_that_a_later_run_has():
+    done = [ranks.Done(None, {"port.py::": text, "port.py::run": "same"}, 0) for text in ("edited", "plain", "plain")]
+    code = ranks.code_of(done)
+    assert code["port.py::"] not in ("edited", "plain") and code["port.py::run"] == "same"
+
+
+def test_what_any_rank_ran_counts(tmp_path, monkeypatch):
+    (tmp_path / "of_ranks.py").write_text("def first():\n    pass\n\ndef second():\n    pass\n")
+    monkeypatch.setattr(recorder, "STARTED", time.time() + 60)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def work(rank):
+        import of_ranks
+
+        of_ranks.second() if rank else of_ranks.first()
+
+    code = ranks.code_of(ranks.run(2, work))
+    names = {entry.rpartition("::")[2] for entry in code if "of_ranks.py" in entry}
+    assert {"first", "second"} <= names
+
+
+def test_ranks_end_with_their_job(tmp_path):
+    def job(_):
+        def work(rank):
+            (tmp_path / str(rank)).write_text(str(os.getpid()))
+            time.sleep(120)
+
+        ranks.run(2, work)
+
+    child = os.fork()
+    if child == 0:
+        end_with(os.getppid())
+        job(0)
+        os._exit(0)
+    while len([path for path in tmp_path.iterdir() if path.read_text()]) < 2:
+        time.sleep(0.05)
+    processes = [psutil.Process(int(path.read_text())) for path in tmp_path.iterdir()]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

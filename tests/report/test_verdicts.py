@@ -1,0 +1,252 @@
+"""Every comparison to one verdict, the form that programs rely on, and the exit code of the gate."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+
+import reports
+from layerproof.errors import UserError
+from layerproof.report.verdicts import collect, gate
+from layerproof.rerun.recorder import REPOSITORY
+
+NUMBER = {"type": ["number", "null"]}
+TEXT = {"type": ["string", "null"]}
+STATUS = {"enum": ["pass", "fail", "error", "missing"]}
+
+
+def exactly(required, **more):
+    return {"type": "object", "properties": required | more, "required": list(required), "additionalProperties": False}
+
+
+def optional(schema):
+    return {"anyOf": [{"type": "null"}, schema]}
+
+
+CHAINED = exactly(
+    {"R": NUMBER, "gain": NUMBER, "role": {"enum": ["injects", "amplifies", "transmits", "recovers", None]}}
+)
+CAUSE = exactly(
+    {
+        "name": {"type": "string"},
+        "R_explained": NUMBER,
+        "runner_up": optional(exactly({"name": {"type": "string"}, "R_explained": NUMBER})),
+    },
+    text={"type": "string"},
+)
+CULPRIT = exactly({"tap": {"type": "string"}, "cause": TEXT})
+WORST = exactly({"group": {"type": "string"}, "index": {}, "R": {"type": "number"}})
+TAP = exactly({"status": STATUS, "R": NUMBER, "worst": optional(WORST)}, reason=TEXT)
+STAGE = exactly(
+    {
+        "status": STATUS,
+        "isolated": exactly({"R": NUMBER, "taps": {"type": "object", "additionalProperties": TAP}}),
+        "chained": optional(CHAINED),
+        "cause": optional(CAUSE),
+    },
+    reason=TEXT,
+    routing={"type": ["object", "null"]},
+    culprits={"type": "array", "items": CULPRIT},
+)
+SCHEMA = exactly(
+    {
+        "schema_version": {"const": 1},
+        "overall": {"enum": ["pass", "fail", "error"]},
+        "first_culprit": optional(exactly({"stage": {"type": "string"}, "tap": {"type": "string"}, "cause": TEXT})),
+        "stages": {"type": "object", "additionalProperties": STAGE},
+    },
+    chains={"type": "object"},
+)
+"""verdicts.json as the contract has it, and the keys that were added to it."""
+
+
+def tap(status="pass", **more):
+    return {"status": status, "reason": None if status == "pass" else "why", "R": 1.0, **more}
+
+
+def comparison(stage, status="pass", taps=None):
+    if taps is None:
+        taps = {"out": tap(status)}
+    return {
+        "stage": stage,
+        "status": status,
+        "reason": None if status == "pass" else "why",
+        "taps": taps,
+        "routing": None,
+    }
+
+
+def chain(name="0-1", status="pass", **stages):
+    return {"chain": name, "status": status, "first_wrong": None, "stages": stages, "logits": None}
+
+
+def chained(R=1.4, role="transmits"):
+    return {"status": "pass", "R": R, "gain": 1.1, "role": role, "local_error": 0.1}
+
+
+def checked(comparisons, chains=(), diagnoses=()):
+    verdicts = collect(comparisons, list(chains), list(diagnoses))
+    jsonschema.validate(json.loads(json.dumps(verdicts, allow_nan=False)), SCHEMA)
+    return verdicts
+
+
+@pytest.mark.parametrize("states", itertools.product(["pass", "fail", "error", "missing"], repeat=3))
+def test_overall_and_first_culprit(states):
+    verdicts = checked([comparison(f"layer_{index:03d}", state) for index, state in enumerate(states)])
+    expected = "error" if {"error", "missing"} & set(states) else "fail" if "fail" in states else "pass"
+    assert verdicts["overall"] == expected
+    if "fail" in states:
+        first = f"layer_{states.index('fail'):03d}"
+        assert verdicts["first_culprit"] == {"stage": first, "tap": "out", "cause": None}
+    else:
+        assert verdicts["first_culprit"] is None
+    assert [entry["status"] for entry in verdicts["stages"].values()] == list(states)
+
+
+def test_no_stage_is_an_error():
+    assert checked([])["overall"] == "error"
+    assert checked([], [chain()])["overall"] == "error"
+
+
+@pytest.mark.parametrize(("status", "overall"), [("pass", "pass"), ("missing", "error"), ("error", "error")])
+def test_status_of_a_chain_counts(status, overall):
+    assert checked([comparison("embed")], [chain(status="pass"), chain("2-3", status)])["overall"] == overall
+
+
+def test_culprit_is_the_first_failing_tap_of_the_first_failing_stage():
+    verdicts = checked(
+        [
+            comparison("embed"),
+            comparison("layer_000", "pass", {"attn.q": tap("missing"), "out": tap()}),
+            comparison("layer_001", "fail", {"attn.q": tap("pass"), "attn.out": tap("fail"), "out": tap("fail")}),
+            comparison("layer_002", "fail", {"input_norm": tap("fail"), "out": tap("fail")}),
+        ]
+    )
+    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "attn.out", "cause": None}
+
+
+def test_culprit_is_what_the_diagnosis_found_wrong_of_itself():
+    failing = [comparison("layer_001", "fail", {"attn.q": tap("fail"), "out": tap("fail")}), comparison("layer_002")]
+    found = reports.diagnosis("layer_001", ("input_norm", "no weight"), ("out", None))
+    verdicts = checked(failing, diagnoses=[found, reports.diagnosis("layer_002")])
+    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "input_norm", "cause": "router_softmax"}
+    stage = verdicts["stages"]["layer_001"]
+    assert stage["culprits"] == [{"tap": "input_norm", "cause": "router_softmax"}, {"tap": "out", "cause": None}]
+    assert (stage["cause"]["name"], stage["cause"]["runner_up"]["R_explained"]) == ("router_softmax", 41.0)
+    assert verdicts["stages"]["layer_002"]["cause"] is None
+
+
+def test_stage_that_could_not_be_diagnosed_is_blamed_by_its_first_failing_tap():
+    failing = [comparison("layer_001", "fail", {"attn.q": tap("pass"), "out": tap("fail")})]
+    verdicts = checked(failing, diagnoses=[reports.diagnosis("layer_001", reason="the golden ran out of memory")])
+    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "out", "cause": None}
+
+
+def test_stages_keep_their_order():
+    order = ["embed", "layer_001", "layer_000", "norm", "lm_head"]
+    assert list(checked(list(map(comparison, order)))["stages"]) == order
+
+
+def test_stage_that_was_not_compared_keeps_its_reason():
+    entry = checked([comparison("layer_000", "error", {})])["stages"]["layer_000"]
+    assert (entry["status"], entry["reason"]) == ("error", "why")
+    assert entry["isolated"] == {"R": None, "taps": {}}
+
+
+def test_worst_group_is_the_one_with_the_largest_R():
+    groups = {
+        "worst_token": {"index": [0, 17], "R": 1.3},
+        "worst_block": {"index": 3, "R": 2.5, "channels": [0, 8]},
+        "worst_head": {"index": 2, "R": 1.9},
+    }
+    names = {"worst_token": "token", "worst_block": "channel_block", "worst_head": "head"}
+    for key, name in names.items():
+        higher = groups | {key: groups[key] | {"R": 9.0}}
+        taps = {"out": tap(**higher), "attn.q": tap(worst_token=None, worst_head=None)}
+        isolated = checked([comparison("layer_000", taps=taps)])["stages"]["layer_000"]["isolated"]
+        assert isolated["taps"]["out"]["worst"] == {"group": name, "index": groups[key]["index"], "R": 9.0}
+        assert isolated["taps"]["attn.q"]["worst"] is None
+        assert isolated["R"] == 1.0
+
+
+def test_chained_values_come_from_the_longest_chain():
+    chains = [
+        chain("0-0", layer_000=chained(R=2.0)),
+        chain("all", embed=chained(), layer_000=chained(R=3.0, role="amplifies")),
+        chain("1-1", layer_001=chained(R=4.0)),
+    ]
+    stages = checked([comparison("layer_000"), comparison("layer_002")], chains)["stages"]
+    assert stages["layer_000"]["chained"] == {"R": 3.0, "gain": 1.1, "role": "amplifies"}
+    assert stages["layer_002"]["chained"] is None
+
+
+def test_chained_values_of_a_stage_that_only_a_shorter_chain_has():
+    chains = [chain("0-1", layer_000=chained(), layer_001=chained()), chain("5-5", layer_005=chained(R=4.0))]
+    assert checked([comparison("layer_005")], chains)["stages"]["layer_005"]["chained"]["R"] == 4.0
+
+
+def test_chained_stage_that_failed_has_no_numbers():
+    broken = {"status": "error", "reason": "x", "local_error": None, "gain": None, "role": None}
+    entry = checked([comparison("layer_000")], [chain(status="error", layer_000=broken)])["stages"]["layer_000"]
+    assert entry["chained"] == {"R": None, "gain": None, "role": None}
+
+
+def run_gate(path):
+    return subprocess.run(
+        [sys.executable, "-m", "layerproof", "gate", str(path)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow")},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("status", "code"), [("pass", 0), ("fail", 1), ("error", 2), ("missing", 2)])
+def test_gate(tmp_path, status, code):
+    path = tmp_path / "verdicts.json"
+    path.write_text(json.dumps(collect([comparison("layer_003", status)], [], [])))
+    outcome = run_gate(path)
+    assert outcome.returncode == code and not outcome.stderr
+    line = f"{path}: {'error' if code == 2 else status}"
+    assert outcome.stdout == line + (", first culprit layer_003 out" if status == "fail" else "") + " (layer_003)\n"
+
+
+def test_a_captured_chain_that_goes_wrong_fails_the_gate(tmp_path):
+    wrong = chain("captured", "fail", layer_003=chained()) | {"first_wrong": "layer_003"}
+    path = tmp_path / "verdicts.json"
+    path.write_text(json.dumps(collect([comparison("layer_003")], [wrong, chain("all")], [])))
+    outcome = run_gate(path)
+    assert outcome.returncode == 1 and outcome.stdout == f"{path}: fail, chain captured from layer_003 (layer_003)\n"
+
+
+BAD = {
+    "not there": None,
+    "empty": "",
+    "cut": '{"schema_version": 1, "overall": "pa',
+    "binary": b"\x89HDF\xff",
+    "list": "[]",
+    "other schema": '{"schema_version": 2, "overall": "pass", "first_culprit": null}',
+    "no schema": '{"overall": "pass", "first_culprit": null}',
+    "no overall": '{"schema_version": 1, "first_culprit": null}',
+    "unknown overall": '{"schema_version": 1, "overall": "fine", "first_culprit": null}',
+}
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
+def test_gate_with_a_bad_file_raises_a_line_that_names_it(tmp_path, content):
+    path = tmp_path / "verdicts.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        gate(path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+    assert "Run snakemake again" in str(caught.value)
+
+
+def test_gate_with_a_bad_file_exits_with_2(tmp_path):
+    outcome = run_gate(tmp_path / "verdicts.json")
+    assert outcome.returncode == 2 and not outcome.stdout
+    assert outcome.stderr.startswith(f"error: {tmp_path}") and outcome.stderr.count("\n") == 1

@@ -1,0 +1,232 @@
+"""Compares the two sides of a stage, tap by tap, and the chained stages with the golden's trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import h5py
+import numpy as np
+
+from layerproof.compare.bisect import Strayed
+from layerproof.compare.ranks import Ranks
+from layerproof.errors import StageError, StageMissing
+from layerproof.measure.logits import compare_logits
+from layerproof.measure.metrics import compare, judge
+from layerproof.measure.noise import Noise
+from layerproof.measure.noise_file import read_noise
+from layerproof.measure.routing import AFTER_ROUTER, Routing, compare_choices, experts_chosen, ruled_out_as
+from layerproof.model.stages import LM_HEAD
+from layerproof.taps import OUT, in_order
+from layerproof.tensors import hdf5
+from layerproof.tensors.tensor import Tensor
+
+SCHEMA_VERSION = 1
+CHANGED_BY = 2.0
+"""A stage amplifies if the propagated error grows by more than this factor in it, and recovers if it shrinks by as much."""
+STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf")
+
+
+def compare_stage(
+    stage: str, golden: Path, noise: Path | None, port: Path, valid: np.ndarray, limit: float
+) -> dict[str, Any]:
+    """The content of results/compare/STAGE.json: every tap that the golden has ends as pass, fail, error or missing.
+
+    Without `noise` the golden's own error is all that is known of it.
+
+    The stage is `error` if its port or golden failed or cannot be read, `missing` if there is nothing to compare because
+    another stage failed, `fail` if any tap fails, and else `pass`.
+    """
+    result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "stage": stage, "taps": {}, "routing": None}
+    try:
+        with hdf5.reading(golden) as golden_file:
+            wanted = hdf5.taps(golden_file, "golden")
+            truth = hdf5.taps(golden_file, "truth")
+            bands = read_noise(noise) if noise else {}
+            result["statistics"] = {"golden": _statistics(wanted)}
+            result["golden"] = hdf5.attributes(golden_file)
+            try:
+                with hdf5.reading(port) as port_file:
+                    found = hdf5.taps(port_file, "port")
+                    result["statistics"]["port"] = _statistics(found)
+                    result["port"] = hdf5.attributes(port_file)
+                    of_ranks = Ranks.of(port_file)
+                    result |= compare_taps(stage, found, wanted, truth, bands, valid, limit, of_ranks)
+            except StageError as error:
+                hdf5.check(golden)  # damage in the golden's data shows only here, and is no fault of the port's file
+                result["taps"] = {name: _failed(error) for name in in_order(wanted)}
+                raise
+    except StageError as error:
+        return result | _failed(error)
+    return result
+
+
+def _failed(error: StageError) -> dict[str, Any]:
+    return {"status": "missing" if isinstance(error, StageMissing) else "error", "reason": str(error)}
+
+
+def compare_taps(
+    stage: str,
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    noise: Mapping[str, Noise],
+    valid: np.ndarray,
+    limit: float,
+    ranks: Ranks | None = None,
+) -> dict[str, Any]:
+    """Status, taps, routing and errors of a stage from its tensors; `noise` may know some of the taps or none."""
+    routing = _routing(found, wanted, truth, valid, valid & ~noise[OUT].compared if OUT in noise else None)
+    experts = experts_chosen(truth) if routing else None
+    taps: dict[str, dict[str, Any]] = {}
+    for name in in_order(wanted):
+        if name not in found:
+            taps[name] = {"status": "missing", "reason": "the port hands no tensor over for this tap"}
+            continue
+        left_out = routing.left_out if routing and name in AFTER_ROUTER else None
+        sides = wanted[name], truth[name], valid, limit, left_out, noise.get(name)
+        mine = found[name]
+        if name == "router.selection" and "router.choice" in found:
+            mine = ruled_out_as(mine, wanted[name], truth[name])
+        taps[name] = judge(mine, *sides, experts=experts if name in AFTER_ROUTER else None)
+        if left_out is not None and valid.any() and left_out[valid].all():
+            taps[name]["reason"] = "nothing was compared: at every token experts are nearly tied. Give more tokens."
+        if routing and routing.compared and name == "router.choice":
+            reason = routing.reason()
+            taps[name] |= {"status": "fail" if reason else "pass", "reason": reason}
+        if ranks:
+            summed = ranks.summed.get(name)
+            is_sum_right = summed is not None and judge(summed, *sides)["status"] == "pass"
+            if reason := ranks.reason(name, found[name], wanted[name], is_sum_right):
+                taps[name] |= {"status": "fail", "reason": reason}
+    failed = [name for name, tap in taps.items() if tap["status"] == "fail"]
+    status = "fail" if failed else taps[OUT]["status"]
+    reason = f"{failed[0]}: {taps[failed[0]]['reason']}" if failed else taps[OUT]["reason"]
+    return {
+        "status": status,
+        "reason": reason,
+        "taps": taps,
+        "routing": routing.summary() if routing else None,
+        "local_error": _local_error(taps[OUT], routing, found, wanted, truth, valid),
+        "logits": compare_logits(found[OUT], wanted[OUT], valid) if stage == LM_HEAD and OUT in found else None,
+    }
+
+
+def _local_error(
+    out: Mapping[str, Any],
+    routing: Routing | None,
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    valid: np.ndarray,
+) -> float | None:
+    """Relative L2 of port and golden over all valid tokens, flipped ones too, as a chain's propagated error is; `out` is the
+    comparison without these.
+    """
+    if routing is None or not routing.left_out.any():
+        return out.get("rel_l2")
+    if OUT not in found or (found[OUT].shape, found[OUT].kind) != (wanted[OUT].shape, wanted[OUT].kind):
+        return None
+    return compare(found[OUT], wanted[OUT], truth[OUT], valid)["rel_l2"]
+
+
+def _routing(
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    valid: np.ndarray,
+    variant_flips: np.ndarray | None,
+) -> Routing | None:
+    if "router.choice" not in wanted:
+        return None
+    return compare_choices(
+        found.get("router.choice"),
+        wanted["router.choice"],
+        truth["router.choice"],
+        wanted.get("router.selection"),
+        truth.get("router.selection"),
+        valid,
+        variant_flips,
+    )
+
+
+def _statistics(taps: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Statistics of every tensor as its file states them."""
+    attributes: dict[str, Any] = {name: cast("h5py.Dataset", tap.data).attrs for name, tap in taps.items()}
+    return {
+        name: {key: float(attributes[name][key]) for key in STATISTICS if key in attributes[name]}
+        for name in in_order(taps)
+    }
+
+
+def compare_chain(
+    chain: str,
+    stages: Sequence[str],
+    golden: Mapping[str, Path],
+    chained: Mapping[str, Path],
+    isolated: Mapping[str, Mapping[str, Any]],
+    valid: np.ndarray,
+    noise: Mapping[str, Path] | None = None,
+) -> dict[str, Any]:
+    """The content of results/compare/chain/A-B.json, from the files by stage and the isolated comparisons by stage.
+
+    By stage: R of the chained output against the truth; `propagated_error`, its relative L2 to the golden's trajectory;
+    `local_error`, that of the isolated run; `gain`, the ratio of the propagated error out to in (None for the first
+    stage and after an exact one); `role`: it `injects` if it fails in isolation, `amplifies` or `recovers` if the gain is
+    beyond CHANGED_BY, and else `transmits`. With `lm_head` also how far the logits agree.
+
+    With `noise`, by stage, for a chain that is no run of the port that is compared alone, a stage is `wrong` if it strays
+    further than a variant of the golden on its own outputs allows (bisect.py). `first_wrong` is the first one, and the chain
+    fails if there is one.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    before = None
+    logits = None
+    for stage in stages:
+        alone = isolated[stage]
+        local = alone.get("local_error")
+        entry: dict[str, Any] = {"status": "pass", "reason": None, "local_error": local, "gain": None, "role": None}
+        try:
+            with hdf5.reading(golden[stage]) as golden_file, hdf5.reading(chained[stage]) as chain_file:
+                mine, wanted = hdf5.tap(chain_file, f"port/{OUT}"), hdf5.tap(golden_file, f"golden/{OUT}")
+                metrics = compare(mine, wanted, hdf5.tap(golden_file, f"truth/{OUT}"), valid)
+                if noise:
+                    entry |= _strayed(mine, wanted, hdf5.read(noise[stage], "chained/out"), valid)
+                if stage == LM_HEAD:
+                    logits = compare_logits(mine, wanted, valid)
+            after = metrics["rel_l2"]
+            entry |= {"R": metrics["R"], "propagated_error": after, "nonfinite": metrics["nonfinite"]["port"]}
+            entry["gain"] = after / before if before and after is not None else None
+            entry["role"] = _role(alone["status"], entry["gain"])
+            before = after
+        except (StageError, ValueError) as error:
+            entry |= _failed(error if isinstance(error, StageError) else StageError(f"{stage}: {error}"))
+            before = None
+        results[stage] = entry
+    states = {entry["status"] for entry in results.values()}
+    first = next((stage for stage, entry in results.items() if entry.get("wrong")), None)
+    status = next((state for state in ("error", "missing") if state in states), "fail" if first else "pass")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "chain": chain,
+        "status": status,
+        "first_wrong": first,
+        "stages": results,
+        "logits": logits,
+    }
+
+
+def _strayed(mine: Tensor, wanted: Tensor, variant: Tensor, valid: np.ndarray) -> dict[str, Any]:
+    found, allowed = Strayed.measure(mine, wanted, valid), Strayed.measure(variant, wanted, valid)
+    return {"wrong": found.is_wrong(allowed), **found.numbers("port"), **allowed.numbers("variant")}
+
+
+def _role(isolated_status: str, gain: float | None) -> str:
+    if isolated_status == "fail":
+        return "injects"
+    if gain is not None and gain > CHANGED_BY:
+        return "amplifies"
+    if gain is not None and gain < 1 / CHANGED_BY:
+        return "recovers"
+    return "transmits"

@@ -1,0 +1,361 @@
+"""Why a stage fails: at which taps it goes wrong of itself, and which known mistake explains what it does there.
+
+The port ran *forced*: with the golden's tap in place of each of its own, so that a tap is wrong only by what was done
+between it and the taps before it. Each fault of the dictionary is put into the golden stage, forced in the same way, at the
+taps that are wrong; the one whose output the port's is like, down to the noise, names the mistake. At last all causes found
+are put in at once, and what the stage then gives unforced is held against what the port gave.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from layerproof.compare.audit import moved_by_compiling
+from layerproof.compare.stage import compare_taps
+from layerproof.diagnose.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
+from layerproof.diagnose.findings import findings
+from layerproof.golden import stage as golden_stage
+from layerproof.golden.experts import EXPERT_BY_EXPERT, register
+from layerproof.golden.variants import last_bits_changed, variants
+from layerproof.measure.groups import R_MAX
+from layerproof.measure.metrics import judge
+from layerproof.measure.noise import CHOICE, Noise, measure, noise_of_taps
+from layerproof.measure.noise_file import read_noise
+from layerproof.measure.routing import AFTER_ROUTER, experts_chosen, flips
+from layerproof.measure.rule import deciding
+from layerproof.model import loading
+from layerproof.model.tokens import Tokens
+from layerproof.report.verdicts import undiagnosed
+from layerproof.taps import OUT, in_order, unseen_before
+from layerproof.tensors import hdf5
+from layerproof.tensors.tensor import Tensor, is_finite
+
+PAIRED = 6
+"""Of how many of the best single faults pairs with all others are tried."""
+
+ONLY_COMPILED = (
+    "The stage as it is, not compiled, gives another tensor here, and forced it is right everywhere: look at what tracing "
+    "and the compiler make of it, not at its mathematics."
+)
+NEAR = 2.0
+"""A fault that does not explain a tap is told of if it leaves less than this part of the port's own R."""
+
+Taps = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A failed stage with all that its diagnosis is made from; `settings` are the config's `golden` and the limit."""
+
+    name: str
+    directory: Path
+    descriptions: Mapping[str, Mapping[str, Any]]
+    tokens: Tokens
+    previous: Path | None
+    settings: Mapping[str, Any]
+    limit: float
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """The golden stage in its own dtype and in fp32, and what the port is held against.
+
+    `taken` are the golden's taps that golden and port were forced with; `truth` is the fp32 golden's run so, `noise` that of
+    its variants, `port` the taps that the port gave.
+    """
+
+    golden: GoldenStage
+    exact: GoldenStage
+    taken: Taps
+    truth: Mapping[str, Tensor]
+    noise: Mapping[str, Noise]
+    port: Mapping[str, Tensor]
+    valid: np.ndarray
+    limit: float
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Faults tried together: R of the port's tap against the golden's with them, and whether it is no more than noise."""
+
+    faults: tuple[Fault, ...]
+    R: float
+    explains: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(fault.name for fault in self.faults))
+
+    def summary(self, tap: str) -> dict[str, Any]:
+        """Of faults that were tried at this tap; of one that would show before it, if it were handed over, says where."""
+        texts = [fault.text if fault.tap == tap else f"{fault.text} (at {fault.tap})" for fault in self.faults]
+        return {
+            "name": "+".join(self.names),
+            "text": " and ".join(texts),
+            "R_explained": self.R,
+        }
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a diagnosis reads: the golden's file, its noise, and the port's isolated and forced runs."""
+
+    golden: Path
+    noise: Path
+    port: Path
+    forced: Path
+
+
+def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[str, Any]:
+    """The content of results/diagnosis/STAGE.json for a stage whose comparison fails.
+
+    `culprits`: taps at which the port goes wrong of itself, in the order that data flows, each with `tap`, `forced` (False
+    for the first tap that fails where none does when forced), `R` of that run that decides, the group that it is `at` (None:
+    the whole tap), `cause` (`name`, `text`, `R_explained`,
+    `runner_up`) or None, `tried` (how many faults), `nearest`, the best of them if none explains, and `findings`, sentences
+    on where its error is. `together`: the causes, and R of the port's isolated output against the golden with all of them.
+
+    Raises:
+        StageError: if a file is damaged, the port could not be forced, or the golden cannot be run.
+    """
+    device = golden_stage.resolve_device(stage.settings["device"])
+    wanted = hdf5.read_group(files.golden, "golden")
+    isolated, forced = (hdf5.read_group(path, "port") for path in (files.port, files.forced))
+    # What the port did not hand over in the golden's shape could not be forced on it, and so is not on the golden.
+    taken = {
+        name: hdf5.to_torch(tensor).to(device)
+        for name, tensor in wanted.items()
+        if name != OUT and name in forced and forced[name].shape == tensor.shape
+    }
+    bf16, exact = load(stage, device)
+
+    def run(x: Any) -> dict[str, Tensor]:
+        """The forced golden, with the last bits of all that it is given changed if those of its input are."""
+        given = taken if x is bf16.x else {name: _changed(tensor) for name, tensor in taken.items()}
+        return _arrays(bf16.run(given, x=x))
+
+    valid = stage.tokens.valid
+    others = [taps for _, taps in variants(bf16.model, run, bf16.x)]
+    local_truth = _arrays(exact.run(taken))
+    local_noise = noise_of_taps(wanted, others, local_truth, valid)
+    bench = _Bench(bf16, exact, taken, local_truth, local_noise, forced, valid, stage.limit)
+    alone = replace(bench, taken={}, noise=read_noise(files.noise), port=isolated)
+    local = compare_taps(stage.name, forced, wanted, local_truth, local_noise, valid, stage.limit)["taps"]
+    wrong = [name for name, tap in local.items() if tap["status"] == "fail"]
+    if wrong:
+        culprits = [_explain(bench, name, local[name], True) for name in wrong]
+    else:
+        # Errors of several taps add up, or one lies where no tap is forced: the first that fails is all that is known.
+        first = next(name for name, tap in comparison["taps"].items() if tap["status"] == "fail")
+        # Not the truth of the golden's file, which other functions computed: a fault must differ from it by what it does.
+        truth = _arrays(exact.run({}))
+        noise = _without_flips(alone.noise, isolated.get(CHOICE), truth.get(CHOICE))
+        culprits = [_explain(replace(alone, truth=truth, noise=noise), first, comparison["taps"][first], False)]
+        if first in _moved_by_compiling(files.port):
+            culprits[0][0]["findings"].insert(0, ONLY_COMPILED)
+    causes = tuple(dict.fromkeys(fault for _, faults in culprits for fault in faults))
+    return undiagnosed(stage.name) | {
+        "culprits": [culprit for culprit, _ in culprits],
+        "together": _together(alone, causes),
+    }
+
+
+def _moved_by_compiling(port: Path) -> list[str]:
+    with hdf5.reading(port) as file:
+        tracing = hdf5.document_if_there(file, hdf5.COMPILED)
+    return moved_by_compiling(tracing) if tracing else []
+
+
+def load(stage: Stage, device: torch.device) -> tuple[GoldenStage, GoldenStage]:
+    """The golden stage, in its own dtype and exact, in the form that faults can be put in."""
+    # Faults change the mask of the eager attention, which always has one, and the gate of experts that are run one by one.
+    register()
+    settings = {**stage.settings, "attn_implementation": "eager", "experts_implementation": EXPERT_BY_EXPERT}
+    dtype = getattr(torch, settings["dtype"])
+    description = stage.descriptions[stage.name]
+    model = golden_stage.load(stage.name, stage.directory, description, device, dtype, settings, with_others=True)
+    exact = golden_stage.exact(model, stage.name, stage.directory, description, device, settings, with_others=True)
+    x = hdf5.to_torch(hdf5.read_stage_input(stage.previous, "golden/out")).to(device) if stage.previous else None
+    ids, valid = torch.from_numpy(stage.tokens.ids).to(device), torch.from_numpy(stage.tokens.valid).to(device)
+
+    def load_another(model: Any, name: str) -> None:
+        golden_stage.load_another(model, name, stage.directory, stage.descriptions[name], device, dtype)
+
+    def read(parameter: str, ending: str, change: Any) -> torch.Tensor:
+        return loading.load_changed(model, parameter, stage.directory, description, device, ending, change)
+
+    return (
+        GoldenStage(model, stage.name, x, ids, valid, load_another, read),
+        GoldenStage(exact, stage.name, x if x is None else x.float(), ids, valid, load_another, read),
+    )
+
+
+def _arrays(taps: Taps) -> dict[str, Tensor]:
+    return {name: hdf5.to_array(taps[name]) for name in in_order(taps)}
+
+
+def _changed(tensor: torch.Tensor) -> torch.Tensor:
+    return last_bits_changed(tensor) if tensor.is_floating_point() else tensor
+
+
+def _without_flips(noise: Mapping[str, Noise], choice: Tensor | None, truth: Tensor | None) -> dict[str, Noise]:
+    """The noise without tokens whose experts the port chooses otherwise: what is after the router differs there anyhow."""
+    if choice is None or truth is None or choice.shape != truth.shape:
+        return dict(noise)
+    alike = ~flips(choice, truth)
+    return {
+        name: replace(one, compared=one.compared & alike) if name in AFTER_ROUTER else one
+        for name, one in noise.items()
+    }
+
+
+def _explain(
+    bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool
+) -> tuple[dict[str, Any], tuple[Fault, ...]]:
+    """A culprit, and the faults that explain it: the best of those that may show at this tap first."""
+    attempts = _attempts(bench, tap)
+    best = attempts[0] if attempts and attempts[0].explains else None
+    near = attempts[0] if attempts and not best and _own_R(result) / NEAR > attempts[0].R else None
+    runner_up = next((one.summary(tap) for one in attempts if best and one.names != best.names), None)
+    R, _, where = deciding(result, bench.limit)
+    culprit = {
+        "tap": tap,
+        "forced": forced,
+        "R": R,
+        "at": where,
+        "cause": best.summary(tap) | {"runner_up": runner_up} if best else None,
+        "nearest": near.summary(tap) if near else None,
+        "tried": len({fault for attempt in attempts for fault in attempt.faults}),
+        "findings": findings(
+            bench.port[tap],
+            bench.truth[tap],
+            bench.noise[tap].compared if tap in bench.noise else bench.valid,
+            bench.valid,
+            bench.noise.get(tap),
+            _head_dim(bench, tap),
+            experts_chosen(bench.truth) if tap in AFTER_ROUTER else None,
+            bench.limit,
+        ),
+    }
+    return culprit, best.faults if best else ()
+
+
+def _own_R(result: Mapping[str, Any]) -> float:
+    """R of a tap as attempts have it: of floats in units of the noise, of integers the tokens that differ."""
+    if result.get("kind") == "exact":
+        return float(result["mismatches"]["port_truth"])
+    return float(result.get("weighted_R") or result.get("R") or R_MAX)
+
+
+def _head_dim(bench: _Bench, tap: str) -> int | None:
+    if not tap.startswith("attn.") or tap == "attn.out" or "attn.q_rot" not in bench.truth:
+        return None
+    return bench.truth["attn.q_rot"].shape[-1]
+
+
+def _attempts(bench: _Bench, tap: str) -> list[_Attempt]:
+    """All faults that may show at this tap first, best first; more and more of them until one explains."""
+    places = unseen_before(tap, bench.taken)
+    known = [fault for fault in DICTIONARY if fault.tap in places]
+    attempts: list[_Attempt] = []
+    for round in ("quick", "slow", "pairs"):
+        more = (
+            _pairs(attempts) if round == "pairs" else [(fault,) for fault in known if fault.slow == (round == "slow")]
+        )
+        attempts += [attempt for faults in more if (attempt := _try(bench, faults, tap))]
+        attempts.sort(key=lambda attempt: (not attempt.explains, attempt.R))
+        if attempts and attempts[0].explains:
+            break
+    return attempts
+
+
+def _pairs(attempts: Sequence[_Attempt]) -> list[tuple[Fault, ...]]:
+    singles = [attempt.faults[0] for attempt in attempts if not attempt.faults[0].slow]
+    pairs = [
+        (first, second)
+        for first, second in itertools.combinations(singles, 2)
+        if first in singles[:PAIRED] and first.name != second.name
+    ]
+    # A fault may hide another, so the order in which they are made counts; the dictionary's is the one of the data.
+    return [tuple(sorted(pair, key=DICTIONARY.index)) for pair in pairs]
+
+
+def _try(bench: _Bench, faults: tuple[Fault, ...], tap: str) -> _Attempt | None:
+    """How well faults explain the port's tap; None if they do not apply or change nothing there."""
+    try:
+        exact = hdf5.to_array(bench.exact.run(bench.taken, faults, until=tap)[tap])
+        if _same(exact, bench.truth[tap]):
+            return None
+        rounded = hdf5.to_array(bench.golden.run(bench.taken, faults, until=tap)[tap])
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        Exception
+    ) as reason:  # NotApplicable, or a model that the fault was not written for: it says nothing of the port
+        known = isinstance(reason, NotApplicable)
+        print(f"{faults[-1].name} at {tap}: does not apply, {'' if known else type(reason).__name__ + ': '}{reason}")
+        return None
+    attempt = _judge(bench, faults, bench.port[tap], rounded, exact, bench.noise.get(tap))
+    print(f"{' + '.join(fault.name for fault in faults)} at {tap}: R {attempt.R:.4g}")
+    return attempt
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    mine, its = one.data[...], other.data[...]
+    return one.shape == other.shape and np.array_equal(mine, its, equal_nan=one.kind == "float")
+
+
+def _judge(
+    bench: _Bench, faults: tuple[Fault, ...], port: Tensor, rounded: Tensor, exact: Tensor, known: Noise | None
+) -> _Attempt:
+    """The port's tensor against the faulty golden's, in the noise that this golden has and the bands of the right one."""
+    if rounded.kind == "float" and rounded.shape == exact.shape:
+        compared = known.compared if known else bench.valid
+        noise = measure([rounded], exact, compared)
+        noise = replace(noise, band=known.band) if known else noise
+    else:
+        noise = None
+    left_out = bench.valid & ~noise.compared if noise else None
+    valid = bench.valid & _mostly_finite(port, bench.valid)
+    result = judge(port, rounded, exact, valid, bench.limit, left_out, noise)
+    R = result.get("weighted_R") if result["kind"] == "float" else result["mismatches"]["port_truth"]
+    if R is None or not result["count"]:
+        return _Attempt(faults, R_MAX, explains=False)
+    own = judge(rounded, rounded, exact, valid, bench.limit, left_out, noise)["weighted_R"] if noise else 1.0
+    return _Attempt(faults, float(R) / max(own, 1.0), result["status"] == "pass")
+
+
+def _mostly_finite(port: Tensor, valid: np.ndarray) -> np.ndarray:
+    """The tokens without NaN and Inf, bool [batch, seq], if they are most of the valid ones; else all tokens.
+
+    A mistake that divides by nothing at some tokens is told by what it does at the others.
+    """
+    if port.kind != "float" or port.shape[:2] != valid.shape:
+        return np.ones_like(valid)
+    finite = np.all(is_finite(port.floats(port.data[...])).reshape(*valid.shape, -1), axis=-1)
+    return finite if 2 * int((finite & valid).sum()) > int(valid.sum()) else np.ones_like(valid)
+
+
+def _together(bench: _Bench, faults: tuple[Fault, ...]) -> dict[str, Any] | None:
+    """All causes put into the golden at once, not forced: does its output become the port's?"""
+    if not faults or OUT not in bench.port:
+        return None
+    try:
+        exact, rounded = (_arrays(stage.run({}, faults)) for stage in (bench.exact, bench.golden))
+    except NotApplicable as reason:
+        print(f"the causes cannot be made together: {reason}")
+        return None
+    alike = bench.valid
+    if CHOICE in exact and CHOICE in bench.port and bench.port[CHOICE].shape == exact[CHOICE].shape:
+        alike = alike & ~flips(bench.port[CHOICE], exact[CHOICE]) & ~flips(rounded[CHOICE], exact[CHOICE])
+    attempt = _judge(
+        bench, faults, bench.port[OUT], rounded[OUT], exact[OUT], replace(bench.noise[OUT], compared=alike)
+    )
+    return {"causes": list(attempt.names), "R_explained": attempt.R, "explains": attempt.explains}

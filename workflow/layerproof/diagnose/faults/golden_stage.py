@@ -1,0 +1,242 @@
+"""A golden stage that faults can be put into and taken out of again, and what a fault is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from layerproof.errors import StageError
+from layerproof.golden.stage import widened, with_weights
+from layerproof.golden.transformers_stage import MODULE_TAPS, run_stage, stage_module
+from layerproof.model.stages import layer_of
+from layerproof.taps import OUT, Edit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PATHS = {tap: path for path, tap in MODULE_TAPS.items()}
+"""Path of the module whose output a tap is, in a layer."""
+
+
+class NotApplicable(Exception):
+    """The fault cannot be made in this stage: the model has not what it would change."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A known porting mistake. `text` follows "it behaves as if the port had"; `tap` is where it shows first.
+
+    `slow` faults need another layer's weights and are tried only when no other explains.
+    """
+
+    name: str
+    text: str
+    tap: str
+    make: Callable[[GoldenStage], None]
+    slow: bool = False
+
+
+@dataclass(frozen=True)
+class Faults:
+    """The faults of one module, in the order they are written."""
+
+    found: list[Fault] = field(default_factory=list)
+
+    def __call__(self, name: str, text: str, *taps: str, slow: bool = False) -> Callable:
+        """Registers a function as a fault at a tap; at several taps, it is given the tap as a second argument."""
+
+        def register(make: Callable) -> Callable:
+            for tap in taps:
+                self.found.append(Fault(name, text, tap, make if len(taps) == 1 else _at(make, tap), slow))
+            return make
+
+        return register
+
+
+def _at(make: Callable, tap: str) -> Callable[[GoldenStage], None]:
+    return lambda stage: make(stage, tap)
+
+
+def rank_zero_only(weight: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
+    """A weight that is sharded along a dim, with zeros for what the other ranks hold."""
+    first, *others = weight.chunk(ranks, dim)
+    return torch.cat((first, *map(torch.zeros_like, others)), dim)
+
+
+@dataclass
+class GoldenStage:
+    """One stage of the golden, in its dtype or in fp32, that runs as it is or with faults.
+
+    `x` is the stage's input [batch, seq, hidden], None for `embed`; `ids` int64 and `valid` bool are [batch, seq]. `load`
+    fills the weights of another stage into the model. `read` gives a parameter of this stage as it is loaded when those of
+    its tensors on disk whose names end as given are changed.
+    """
+
+    model: PreTrainedModel
+    name: str
+    x: torch.Tensor | None
+    ids: torch.Tensor
+    valid: torch.Tensor
+    load: Callable[[PreTrainedModel, str], None]
+    read: Callable[[str, str, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _edits: dict[str, Edit] = field(default_factory=dict)
+    _attention: Callable[[Callable], Callable] | None = None
+    made: dict[str, list] = field(default_factory=dict)
+    """What faults of one kind leave for each other, so that two of them can be made at once; by tap."""
+    _originals: dict[tuple[nn.Module, str], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def module(self) -> Any:
+        return stage_module(self.model, self.name)
+
+    @property
+    def is_layer(self) -> bool:
+        return layer_of(self.name) is not None
+
+    @property
+    def config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    def run(
+        self,
+        forced: Mapping[str, torch.Tensor],
+        faults: Sequence[Fault] = (),
+        x: torch.Tensor | None = None,
+        until: str = OUT,
+    ) -> dict[str, torch.Tensor]:
+        """Taps of the stage with `faults`, every one of `forced` going on in place of its own; `x` is another input.
+
+        `until` names the last tap that is wanted.
+
+        Raises:
+            NotApplicable: if one of the faults cannot be made here.
+        """
+        with self._made(faults):
+            x = self.x if x is None else x
+            if self.model.dtype == torch.float32:  # faults compute with forced taps and weights in one dtype
+                forced = {name: tap.float() if tap.is_floating_point() else tap for name, tap in forced.items()}
+            return run_stage(
+                *(self.model, self.name, x, self.ids, self.valid),
+                forced=forced,
+                edits=self._edits,
+                attention=self._attention,
+                until=until,
+            )
+
+    @contextlib.contextmanager
+    def _made(self, faults: Sequence[Fault]) -> Iterator[None]:
+        with contextlib.ExitStack() as self._stack:
+            try:
+                for fault in faults:
+                    fault.make(self)
+                yield
+            finally:
+                self._edits, self._attention, self.made, self._originals = {}, None, {}, {}
+
+    # What faults are made of
+
+    def part(self, path: str) -> Any:
+        """A module of the stage by its dotted name in a decoder layer, "" for the stage's own."""
+        if path and not self.is_layer:
+            raise NotApplicable(f"{self.name} is no layer")
+        try:
+            return self.module.get_submodule(path)
+        except AttributeError:
+            raise NotApplicable(f"{self.name} has no {path}") from None
+
+    def of_tap(self, tap: str) -> Any:
+        """The module whose output a tap is."""
+        if tap == "out" and not self.is_layer:
+            return self.module
+        if tap not in PATHS:
+            raise NotApplicable(f"{tap} is the output of no module")
+        return self.part(PATHS[tap])
+
+    def edit(self, tap: str, edit: Edit) -> None:
+        """Has a tap's tensor replaced by `edit(tensor, taps before it)`; a second edit is made of the first one's result."""
+        before = self._edits.get(tap)
+
+        def make(tensor: torch.Tensor, seen: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            try:
+                return edit(tensor if before is None else before(tensor, seen), seen)
+            except KeyError as error:
+                raise NotApplicable(f"the stage has no tap {error}") from None
+
+        self._edits[tap] = make
+
+    def attention(self, wrap: Callable[[Callable], Callable]) -> None:
+        """Has the attention function replaced by `wrap` of it. It is called as transformers does."""
+        before = self._attention
+        self._attention = wrap if before is None else lambda function: wrap(before(function))
+
+    def output(self, module: nn.Module, make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        """Has the module's output replaced by `make(its input, its output)`."""
+
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            return make(args[0], output)
+
+        self._stack.callback(module.register_forward_hook(hook).remove)
+
+    def input(self, module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Has the module's first input replaced by `make(its input)`."""
+
+        def hook(module: nn.Module, args: Any) -> Any:
+            return (make(args[0]), *args[1:])
+
+        self._stack.callback(module.register_forward_pre_hook(hook).remove)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute."""
+        if not hasattr(owner, name):
+            raise NotApplicable(f"{type(owner).__name__} has no {name}")
+        self._stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    def weight(self, module: nn.Module, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Has a parameter or buffer replaced by `make` of it; its shape must stay."""
+        if getattr(module, name, None) is None:
+            raise NotApplicable(f"{type(module).__name__} has no {name}")
+        old = widened(module, name)
+        self._originals.setdefault((module, name), old)
+        new = make(old)
+        if new.shape != old.shape:
+            raise NotApplicable(f"{name} would change its shape")
+        self._stack.enter_context(with_weights(module, name, new))
+
+    def reload(self, module: nn.Module, name: str, ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Has a parameter replaced by what is loaded when its tensors on disk of this ending are changed."""
+        path = next(path for path, other in self.model.named_modules() if other is module)
+        try:
+            new = self.read(f"{path}.{name}", ending, change)
+        except StageError as error:
+            raise NotApplicable(str(error)) from error
+        self.weight(module, name, lambda old: new.to(old.dtype))
+
+    def original(self, module: nn.Module, name: str) -> torch.Tensor:
+        """A parameter or buffer as it was before any fault."""
+        return self._originals.get((module, name), widened(module, name))
+
+    def neighbour(self, offset: int, path: str) -> nn.Module:
+        """The module of this name in the layer `offset` further on, with its weights."""
+        layer = layer_of(self.name)
+        other = None if layer is None else layer + offset
+        if other is None or not 0 <= other < self.config.num_hidden_layers:
+            raise NotApplicable(f"{self.name} has no neighbour at {offset:+d}")
+        name = f"layer_{other:03d}"
+        layer_module = stage_module(self.model, name)
+        # Its memory is given back when the fault is taken out again.
+        self._stack.callback(layer_module._apply, lambda tensor: torch.empty_like(tensor, device="meta"))
+        try:
+            self.load(self.model, name)
+        except StageError as error:
+            raise NotApplicable(str(error)) from error
+        found = dict(layer_module.named_modules()).get(path)
+        if found is None:
+            raise NotApplicable(f"{name} has no {path}")
+        return found

@@ -1,0 +1,68 @@
+"""The software and hardware of this process, as the report tells them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch",
+    "torch-xla",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "numba",
+    "h5py",
+    "matplotlib",
+    "torch-neuronx",
+    "neuronx-cc",
+    "libneuronxla",
+    "neuronx-distributed",
+    "neuronx-distributed-inference",
+)
+"""Packages whose version a job's record states."""
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that numbers may depend on, of those that are installed."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def software(spec: Mapping[str, Any]) -> dict[str, str]:
+    """Versions by name, and the image's digest if the job runs in a container: `spec` is its settings."""
+    image = {"Container": spec["container"]} if "container" in spec else {}
+    return {**image, "Python": platform.python_version(), **package_versions()}
+
+
+def hardware() -> dict[str, str]:
+    """Processor, cores, memory and platform of the host."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "Processor": _processor(),
+        "Cores": str(os.cpu_count()),
+        "Memory": f"{memory / 2**30:.1f} GiB",
+        "Platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"

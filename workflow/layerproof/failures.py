@@ -1,0 +1,95 @@
+"""How a job failed, in one line for the report: exceptions, exit codes, signals and what a log says last."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import traceback
+from pathlib import Path
+
+from layerproof import known_errors
+from layerproof.errors import StageError, UserError
+
+LOG_END = 1 << 16
+"""Bytes at the end of a log in which a reason is looked for."""
+
+LONGEST_REASON = 500
+"""Characters of a foreign error's message that the report shows."""
+
+
+def died(code: int, process: str = "The process of the job") -> StageError:
+    """The error of what a process did that ended with this exit code, or minus this signal, with what its log tells."""
+    meaning = known_errors.explained(_log_so_far())
+    last = f"Its log has what it printed last{f': {meaning}' if meaning else '.'}"
+    return StageError(f"{how_it_ended(code, process)} {last}")
+
+
+def _log_so_far() -> str:
+    """What this process and those that it started printed last, if it goes into a file."""
+    try:
+        with open("/proc/self/fd/2", "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_END))
+            return log.read().decode(errors="replace")
+    except OSError:  # a pipe or a terminal
+        return ""
+
+
+def end_with(parent: int) -> None:
+    """Has this process killed when its parent dies: nobody would wait for what it writes."""
+    PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def how_it_ended(code: int, process: str = "The process of the job") -> str:
+    """A sentence on a process that ended before its job did; `code` is its exit code, or minus the signal."""
+    if code >= 0:
+        return f"{process} ended with exit code {code} before its output was written."
+    cause = " (out of memory, or killed by hand)" if -code == signal.SIGKILL else ""
+    known = -code in set(signal.Signals)
+    return f"{process} was killed by {signal.Signals(-code).name if known else f'signal {-code}'}{cause}."
+
+
+def forget_peak_memory() -> None:
+    """Begins to measure anew, in a process that had other jobs before."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Largest resident size of this process in bytes: since `_forget_peak_memory` where the kernel says that."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def as_stage_error(exception: BaseException) -> StageError:
+    """The error as one line for the report; what is none of ours is named by its type and the line that raised it.
+
+    That line is the last one outside of this library and of installed packages, if there is any: the user's.
+    """
+    if isinstance(exception, UserError):
+        meaning = known_errors.explained(str(exception))
+        if isinstance(exception, StageError) and meaning is None:
+            return exception
+        kind = type(exception) if isinstance(exception, StageError) else StageError
+        error = kind(f"{exception} {meaning}" if meaning else str(exception))
+        error.__cause__ = exception.__cause__
+        return error
+    try:
+        text = str(exception).strip()
+    except Exception:
+        text = "its message cannot be read"
+    message = " ".join(text.split())[:LONGEST_REASON] if text else "no message"
+    frames = [frame for frame in traceback.extract_tb(exception.__traceback__) if "site-packages" not in frame.filename]
+    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
+    where = next((f" at {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(users or frames)), "")
+    meaning = known_errors.explained(f"{type(exception).__name__}: {text}")
+    error = StageError(f"{type(exception).__name__}{where}: {message}{f' {meaning}' if meaning else ''}")
+    error.__cause__ = exception
+    return error

@@ -1,0 +1,266 @@
+"""The golden: one stage of the trusted model, in its own dtype and as fp32 truth, from the same input."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.modeling_utils import str_to_torch_dtype
+
+from layerproof.errors import UserError
+from layerproof.golden.experts import EXPERT_BY_EXPERT
+from layerproof.golden.transformers_stage import run_stage, stage_module
+from layerproof.golden.variants import split, variants
+from layerproof.golden.whole import Whole, device_of
+from layerproof.measure.noise import noise_of_taps
+from layerproof.measure.noise_file import write_noise
+from layerproof.model import loading
+from layerproof.model.tokens import Tokens
+from layerproof.taps import OUT, in_order
+from layerproof.tensors import hdf5
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Taps = dict[str, hdf5.Tensor]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device for `golden.device`: `cpu`, `cuda` or `auto` (CUDA where there is one).
+
+    Raises:
+        UserError: if CUDA is asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UserError('config.yaml: golden.device: "cuda" but no CUDA device is here. Write "auto" or "cpu".')
+    return torch.device("cuda" if name != "cpu" and available else "cpu")
+
+
+def make_stage(
+    stage: str,
+    directory: Path,
+    description: Mapping[str, Any],
+    tokens: Tokens,
+    previous: Path | None,
+    previous_noise: Path | None,
+    output: Path,
+    noise: Path,
+    settings: Mapping[str, Any],
+    whole: Whole | None = None,
+) -> None:
+    """Runs a stage of the golden and writes `golden/TAP` in its dtype, `truth/TAP` in fp32 and what it holds of the weights;
+    and to `noise` how far legitimate variants of it are from the truth, in a file of its own, which is no input of the port.
+
+    The input is `golden/out` of the previous stage's file: the golden follows its own trajectory, and the truth of every
+    stage starts from the same input. A variant follows its own too, `chained/out` of the noise files: how far it strays is
+    what a chain of a right port may. `settings` are the config's `golden` with `trust_remote_code`, and `compared`, the
+    stages that are: one that only feeds others is run without truth, noise and taps.
+
+    With the `whole` model the stage is run where its weights are, and its output is the one that it had when all ran; the
+    file's attribute `alone` is how far off it is alone (relative L2).
+
+    Raises:
+        StageError: if weights or input are missing or damaged.
+    """
+    device = device_of(whole.model, stage) if whole else resolve_device(settings["device"])
+    stage_input = hdf5.to_torch(hdf5.read_stage_input(previous, "golden/out")).to(device) if previous else None
+    ids, valid = torch.from_numpy(tokens.ids).to(device), torch.from_numpy(tokens.valid).to(device)
+
+    def run(model: PreTrainedModel, stage_input: torch.Tensor | None) -> Taps:
+        taps = run_stage(model, stage, stage_input, ids, valid)
+        return {name: hdf5.to_array(taps[name]) for name in in_order(taps)}
+
+    dtype = getattr(torch, settings["dtype"])
+    model = whole.model if whole else load(stage, directory, description, device, dtype, settings)
+    golden = run(model, stage_input)
+    attributes: dict[str, Any] = {"stage": stage, "device": _device_name(device)}
+    if whole:
+        attributes["alone"] = whole.change(stage, hdf5.to_torch(golden[OUT]))
+        golden[OUT] = hdf5.to_array(whole.outputs[stage])
+    strayed = golden[OUT]
+    if previous_noise is not None:
+        chained = hdf5.to_torch(hdf5.read_stage_input(previous_noise, "chained/out")).to(device)
+        with split(model, chained):
+            strayed = run(model, chained)[OUT]
+    documents = {hdf5.HELD: loading.held_by(model, stage)}
+    if stage not in settings["compared"]:
+        alone = {"golden": {OUT: golden[OUT]}}
+        hdf5.write(output, alone, valid=tokens.valid, attributes=attributes, documents=documents)
+        write_noise(noise, {}, [], strayed)
+        return
+    others = dict(variants(model, functools.partial(run, model), stage_input))
+    truth_input = None if stage_input is None else stage_input.float()
+    truth = run(exact(model, stage, directory, description, device, settings), truth_input)
+    groups = {"golden": golden, "truth": truth}
+    hdf5.write(output, groups, valid=tokens.valid, attributes=attributes, documents=documents)
+    measured = noise_of_taps(golden, list(others.values()), truth, tokens.valid)
+    write_noise(noise, measured, list(others), strayed)
+
+
+def load(
+    stage: str,
+    directory: Path,
+    description: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: Mapping[str, Any],
+    with_others: bool = False,
+) -> PreTrainedModel:
+    """The golden model with this stage's weights; `with_others` for `load_another`.
+
+    Raises:
+        StageError: as `loading.load_stage` does.
+    """
+    model = _meta_model(directory, stage, dtype, settings, with_others)
+    loading.load_stage(model, stage, directory, description, device)
+    return model
+
+
+def exact(
+    model: PreTrainedModel,
+    stage: str,
+    directory: Path,
+    description: Mapping[str, Any],
+    device: torch.device,
+    settings: Mapping[str, Any],
+    with_others: bool = False,
+) -> PreTrainedModel:
+    """The model that computes the truth of a stage of `model`, which `load` made: fp32, with the same weights.
+
+    All experts' weights in one tensor stay as they are and are shared, and widened one expert at a time where they are
+    used: a copy in fp32 would take twice the memory of the whole layer. Of the checkpoint are read again only tensors
+    that `model` holds in a narrower dtype than it does, such as an fp32 router. `with_others` is that of `load`.
+
+    Raises:
+        StageError: as `loading.load_stage` does.
+    """
+    implementation = settings.get("experts_implementation")
+    implementation = EXPERT_BY_EXPERT if implementation == EXPERT_BY_EXPERT else "eager"
+    eager = {**settings, "experts_implementation": implementation}
+    twin = _meta_model(directory, stage, torch.float32, eager, with_others)
+    kept = held(description, model.dtype)
+    experts = keep_experts(twin, stage, kept, model.dtype)
+    state = model.state_dict()
+    if any(state[name].is_meta for name in kept):  # offloaded
+        state = load(stage, directory, description, device, model.dtype, settings).state_dict()
+    loading.load_stage(twin, stage, directory, description, device, {name: state[name] for name in kept})
+    for module in experts:
+        _widen_on_use(module)
+    return twin
+
+
+def load_another(
+    model: PreTrainedModel,
+    stage: str,
+    directory: Path,
+    description: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Fills the weights of one more stage into a model that `load` or `exact` made with others; `dtype` is the golden's.
+
+    Raises:
+        StageError: as `loading.load_stage` does.
+    """
+    keep_experts(model, stage, held(description, dtype), dtype)
+    loading.load_stage(model, stage, directory, description, device)
+
+
+def _meta_model(
+    directory: Path, stage: str, dtype: torch.dtype, settings: Mapping[str, Any], with_others: bool
+) -> PreTrainedModel:
+    names = ("attn_implementation", "experts_implementation")
+    implementations = {name: settings[name] for name in names if settings.get(name)}
+    trust = settings["trust_remote_code"]
+    if with_others:
+        return loading.meta_model(directory, trust, dtype, **implementations)
+    return loading.meta_stage(directory, stage, trust, dtype, **implementations)
+
+
+def held(description: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
+    """The parameters and buffers of a stage that a model of this dtype holds as they are on disk."""
+    on_disk: dict[str, set[str]] = {}
+    for entry in description.get("tensors", {}).values():
+        on_disk.setdefault(entry["parameter"], set()).add(entry["dtype"])
+
+    def holds(word: str) -> bool:
+        return torch.promote_types(str_to_torch_dtype[word], dtype) == dtype
+
+    # Quantised values are 8 bits wide; what rounds them is their scales, on the golden's side as on the port's.
+    return {name for name, words in on_disk.items() if any(map(_is_quantised, words)) or all(map(holds, words))}
+
+
+def _is_quantised(word: str) -> bool:
+    return word.startswith(("F8", "F4", "I8", "U8"))
+
+
+def keep_experts(
+    model: PreTrainedModel, stage: str, held: Collection[str], dtype: torch.dtype
+) -> list[torch.nn.Module]:
+    """The stage's modules that hold all experts in one tensor, as transformers' experts interface has it; in `dtype`.
+
+    Left out are those whose weights would be rounded by that.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    experts = [
+        module
+        for module in stage_module(model, stage).modules()
+        if hasattr(module, "is_transposed")
+        and hasattr(module, "num_experts")
+        and all(f"{names[module]}.{name}" in held for name, _ in module.named_parameters(recurse=False))
+    ]
+    for module in experts:
+        module.to(dtype)
+    return experts
+
+
+@dataclass(frozen=True)
+class _WidenedOnUse:
+    """Stands for a bf16 parameter [experts, ...]; indexing it by expert gives that expert's part in fp32."""
+
+    parameter: torch.Tensor
+
+    def __getitem__(self, expert: torch.Tensor | int) -> torch.Tensor:
+        return self.parameter[expert].float()
+
+
+def _widen_on_use(experts: torch.nn.Module) -> None:
+    """Lets experts compute in fp32 from bf16 weights, one expert at a time; in place.
+
+    An fp32 copy of all experts would take twice the memory of the whole layer. The eager experts function of
+    transformers, as ours, reads its weights by expert and in no other way.
+    """
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        delattr(experts, name)
+        experts.__dict__[name] = _WidenedOnUse(parameter.detach())
+
+
+def widened(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """A parameter or buffer of a loaded module as it is in memory, also where it is widened on use."""
+    value = getattr(module, name)
+    return value.parameter if isinstance(value, _WidenedOnUse) else value.detach()
+
+
+@contextlib.contextmanager
+def with_weights(module: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
+    """Another tensor for a parameter or buffer of a loaded module inside the block."""
+    before = getattr(module, name)
+    holder: Any = module._parameters if name in module._parameters else module._buffers
+    after: Any = torch.nn.Parameter(value, requires_grad=False) if name in module._parameters else value
+    if isinstance(before, _WidenedOnUse):
+        holder, after = module.__dict__, _WidenedOnUse(value)
+    holder[name] = after
+    try:
+        yield
+    finally:
+        holder[name] = before
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

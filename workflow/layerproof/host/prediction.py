@@ -1,0 +1,191 @@
+"""What a run will take, before it runs: memory of each job, disk of each stage's files, and the machines that have it.
+
+Weights are counted from the checkpoint's headers; activations by running each kind of stage on torch's meta device, where
+nothing is computed, under torch's own memory tracker. A port is taken to hold its weights as the golden does, in
+`port.dtype`, and to need no more activations than eager transformers: what its compiler does is not known before it did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import PreTrainedModel
+
+from layerproof.golden import stage as golden_stage
+from layerproof.golden.experts import ONE_EXPERT, STATIC_EXPERTS, register
+from layerproof.golden.transformers_stage import run_stage
+from layerproof.golden.variants import VARIANTS, Stepwise
+from layerproof.model import checkpoint, loading
+from layerproof.model.stages import EMBED, LM_HEAD, layer_of
+from layerproof.model.tokens import Tokens
+from layerproof.taps import OUT
+
+SCHEMA_VERSION = 1
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of machine: how many devices it has, and the memory of each in bytes."""
+
+    name: str
+    devices: int
+    memory: int
+
+
+GPUS = (
+    Machine("1 x A100 40 GB", 1, 40 * GIB),
+    Machine("1 x H100 80 GB", 1, 80 * GIB),
+    Machine("8 x A100 80 GB", 8, 80 * GIB),
+    Machine("8 x H200 141 GB", 8, 141 * 10**9),
+)
+NEURON = (
+    Machine("trn1.32xlarge, 32 NeuronCores of 16 GiB", 32, 16 * GIB),
+    Machine("trn2.48xlarge, 64 logical NeuronCores of 24 GiB", 64, 24 * GIB),
+)
+"""Neuron's cores as its documentation gives them, those of trn2 with two physical cores to a logical one (LNC 2)."""
+
+
+def predict(
+    directory: Path, descriptions: Mapping[str, Mapping[str, Any]], tokens: Tokens, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Bytes by stage and of the run, without what a process takes for its imports.
+
+    `settings` are the resolved config's `golden` and `port`, `trust_remote_code`, the stages that are `compared` and those
+    `before` them whose golden alone runs, and how many `chains` run a stage, by stage. Of each stage: `weights` by side, the
+    peak of its `golden` and its `port` job, and `files`, its tensors in results/, of which `kept` are those that stay with
+    `compare.taps: auto` if it passes. Of the run: the largest job of each side, the model's `weights` by side, the `whole`
+    golden in one process, all `files`, what is `kept` if all pass and what is `forced` besides if all fail, and the
+    `machines` that have the memory.
+
+    Raises:
+        UserError: as `loading.meta_model` does.
+    """
+    register()
+    dtype, port_dtype = (getattr(torch, settings[side]["dtype"]) for side in ("golden", "port"))
+    trust = settings["trust_remote_code"]
+
+    def model(dtype: torch.dtype, experts: str) -> PreTrainedModel:
+        return loading.meta_model(directory, trust, dtype, attn_implementation="eager", experts_implementation=experts)
+
+    trusted, exact = model(dtype, ONE_EXPERT), model(torch.float32, ONE_EXPERT)
+    ported = model(port_dtype, STATIC_EXPERTS if settings["port"]["backend"] == "transformers" else ONE_EXPERT)
+    known: dict[Any, list[Activations]] = {}
+    stages = {}
+    forced = 0
+    for stage, description in descriptions.items():
+        if "error" in description:
+            continue
+        held = golden_stage.held(description, dtype)
+        golden_stage.keep_experts(exact, stage, held, dtype)
+        own = loading.parameters_of(trusted, stage)
+        kind = (layer_of(stage) is not None or stage, *(tuple(tensor.shape) for tensor in own.values()))
+        if kind not in known:
+            with Stepwise(dtype):  # the variant that holds most
+                variant = activations(trusted, stage, tokens.ids.shape)
+            known[kind] = [variant, *(activations(one, stage, tokens.ids.shape) for one in (exact, ported))]
+        run, truth, port = known[kind]
+        weights = _bytes(own.values())
+        twin = _bytes(
+            tensor
+            for name, tensor in loading.parameters_of(exact, stage).items()
+            if name not in held or tensor.dtype != own[name].dtype
+        )
+        variants = 0 if stage == EMBED else len(VARIANTS)
+        largest = max(map(checkpoint.bytes_on_disk, description["tensors"].values()), default=0)
+        ported_weights = _bytes(loading.parameters_of(ported, stage).values())
+        files = kept = 0
+        if stage in settings["compared"]:
+            outs = run.out + settings["chains"].get(stage, 0) * port.out  # of the noise, and of the chains
+            files = run.taps + truth.taps + port.taps + outs
+            kept = run.out + truth.out + port.out + outs
+            forced += port.taps
+        elif stage in settings["before"]:
+            files = kept = 2 * run.out  # with the noise
+        stages[stage] = {
+            "weights": {"golden": weights, "port": ported_weights},
+            "golden": weights + max(largest, run.taps * (1 + variants) + max(run.peak, twin + truth.peak)),
+            "port": ported_weights + max(largest, 2 * port.taps + port.peak),
+            "files": files,
+            "kept": kept,
+        }
+    own = [stages[stage]["weights"] for stage in stages if not (stage == LM_HEAD and _is_tied(descriptions))]
+    of_model = {side: sum(one[side] for one in own) for side in ("golden", "port")}
+    beside = max((one["golden"] - one["weights"]["golden"] for one in stages.values()), default=0)
+    prediction = {
+        "schema_version": SCHEMA_VERSION,
+        "stages": stages,
+        "golden": max((one["golden"] for one in stages.values()), default=0),
+        "port": max((one["port"] for one in stages.values()), default=0),
+        "weights": of_model,
+        "whole": of_model["golden"] + beside,
+        "files": sum(one["files"] for one in stages.values()),
+        "kept": sum(one["kept"] for one in stages.values()),
+        "forced": forced,
+    }
+    return prediction | {"machines": machines(prediction)}
+
+
+def _is_tied(descriptions: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the model's head is its embedding, which a model that is loaded whole has once."""
+    embed, head = (set(descriptions.get(stage, {}).get("tensors", ())) for stage in (EMBED, LM_HEAD))
+    return bool(embed & head)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a stage's taps and of its output, and the most that it holds at a time besides its weights."""
+
+    taps: int
+    out: int
+    peak: int
+
+
+def activations(model: PreTrainedModel, stage: str, shape: tuple[int, ...]) -> Activations:
+    """Runs a stage of a `loading.meta_model` on token ids of this shape, [batch, seq]."""
+    hidden = model.config.get_text_config().hidden_size
+    with torch.device("meta"):
+        ids, valid = torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
+        x = None if stage == EMBED else torch.empty(*shape, hidden, dtype=model.dtype)
+    with MemTracker() as tracker:
+        taps = run_stage(model, stage, x, ids, valid)
+    found = tracker.get_tracker_snapshot("peak")[torch.device("meta")]
+    peak = sum(size for kind, size in found.items() if getattr(kind, "name", None) in ("ACT", "TEMP"))
+    return Activations(_bytes(taps.values()), _bytes([taps[OUT]]), peak)
+
+
+def machines(prediction: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For each known machine and the side that runs there: whether the largest job of one stage fits one device, whether the
+    whole model fits them all (the golden with its activations, of the port the weights), and on how many it would.
+    """
+    weights = prediction["weights"]["port"]
+    rows = [
+        {
+            "machine": machine.name,
+            "side": "golden",
+            "stage": prediction["golden"] <= machine.memory,
+            "whole": prediction["whole"] <= machine.devices * machine.memory,
+            "devices": math.ceil(prediction["whole"] / machine.memory),
+        }
+        for machine in GPUS
+    ]
+    return rows + [
+        {
+            "machine": machine.name,
+            "side": "port",
+            "stage": prediction["port"] <= machine.memory,
+            "whole": weights <= machine.devices * machine.memory,
+            "devices": math.ceil(weights / machine.memory),
+        }
+        for machine in NEURON
+    ]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,450 @@
+"""Whether this host can run a side, told before hours are spent on it: devices, memory, versions, disk, checkpoint.
+
+A check fails if the side as a whole cannot run. What only some stages would stumble over, or what is only predicted, is a
+warning: the run goes on and tells by stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from layerproof.errors import StageError, UserError, first_line
+from layerproof.files import read_json, size
+from layerproof.host.checks import FAIL, NOT_HERE, OK, WARN, Check, existing, refusal, run_tool
+from layerproof.host.neuron import check_neuron, check_nxdi, check_sharding
+from layerproof.model import checkpoint
+
+IMPORTS = 1 << 30
+"""Bytes that a process takes for its imports, more than was measured (`make bench`)."""
+BESIDE_FILES = 16_000_000, 1.05
+"""What plots, logs, records and statistics take, too: bytes of a small run, and times the tensors that are to be written."""
+LIBRARIES = {
+    # accelerate: for FP8, and the whole model
+    "golden": ("torch", "transformers", "accelerate", "safetensors", "h5py"),
+    "port": ("torch", "torch-xla", "safetensors", "h5py"),
+    "neuron": ("torch-neuronx", "libneuronxla", "neuronx-cc"),
+}
+NO_GPU = 6
+"""Exit code of nvidia-smi, by its manual, where what is asked for is not there."""
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Of accelerate: they fill GPUs and leave the rest to the host. Other maps place everything as they are written."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One line of nvidia-smi; memory in bytes."""
+
+    name: str
+    memory: int
+    used: int
+    driver: str
+
+    @property
+    def free(self) -> int:
+        return self.memory - self.used
+
+
+def check_side(
+    side: str, config: Mapping[str, Any], directory: Path, results: Path, prediction: Mapping[str, Any] | None
+) -> list[Check]:
+    """Every check of a side, `golden` or `port`, on this host.
+
+    `config` is resolved, `directory` the checkpoint; without the content of results/prediction.json nothing is said of
+    whether memory and disk suffice.
+    """
+    check_host = check_golden_host if side == "golden" else check_port_host
+    whole = check_checkpoint(directory)
+    is_sharded = side == "port" and whole.status != FAIL and directory.exists()
+    return [
+        *check_host(config, prediction, _available_memory()),
+        *(check_sharding(checkpoint.read_config(directory), config["parallel"]["tp"]) if is_sharded else ()),
+        check_disk(results, prediction, shutil.disk_usage(existing(results)).free),
+        whole,
+    ]
+
+
+def check_golden_host(
+    config: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int
+) -> Iterator[Check]:
+    """Libraries, GPU and host memory, of which `available` bytes are free."""
+    golden = config["golden"]
+    yield from check_libraries("golden", False, _installed, _required)
+    gpus, problem = ([], "") if _is_on_host(golden) else _gpus()
+    yield from check_golden_device(golden, prediction, gpus, problem)
+    if golden["mode"] == "whole":
+        yield check_whole_memory(golden, prediction, available, gpus)
+    else:
+        yield check_memory("golden", prediction, available)
+
+
+def check_port_host(config: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int) -> Iterator[Check]:
+    """Libraries, Neuron where the port runs on it, and host memory, of which `available` bytes are free."""
+    port = config["port"]
+    device = os.environ.get("PJRT_DEVICE", "CPU") if port["device"] == "auto" else port["device"]
+    on_neuron = device == "NEURON" or port["compile"] == "neuron"
+    yield from check_libraries("port", on_neuron, _installed, _required)
+    if not on_neuron:
+        yield Check("device", OK, f"XLA's {device}; port.device is {port['device']}")
+    if port["backend"] == "nxdi":
+        yield from check_nxdi(find_spec)
+    elif device == "CPU" and port["dtype"] == "float16":
+        text = "XLA on the CPU sums products of float16 in float16, ten times as far off as one rounding: stages fail by it"
+        yield Check("dtype", WARN, text, "Write port.dtype: bfloat16 or float32 on this device.")
+    if on_neuron:
+        yield from check_neuron(prediction, os.environ, config["parallel"]["tp"])
+    yield check_memory("port", prediction, available, config["parallel"]["tp"])
+
+
+def check_libraries(
+    side: str, on_neuron: bool, installed: Callable[[str], str | None], required: Callable[[str], Iterable[Requirement]]
+) -> Iterator[Check]:
+    """Versions of what the side imports, and whether they are those that the packages themselves ask for.
+
+    Of a package `installed` gives the version, None if it is not there, and `required` what it needs.
+    """
+    names = [*LIBRARIES[side], *(LIBRARIES["neuron"] if on_neuron else ())]
+    versions = {name: installed(name) for name in names}
+    missing = [name for name, version in versions.items() if version is None]
+    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    remedy = f"Run in the {side} container (containers/README.md), or activate the environment that has them."
+    if missing:
+        yield Check("libraries", FAIL, f"{', '.join(missing)} not installed here; {found or 'nothing else'} is", remedy)
+    else:
+        yield Check("libraries", OK, found)
+    unfit = [
+        f"{name} {versions[name]} needs {one.name}{one.specifier}, and {there} is installed"
+        for name in names
+        if name not in missing
+        for one in required(name)
+        if (there := installed(one.name)) is not None and not _is_in(one.specifier, there)
+    ]
+    torch, xla = (_parsed(versions.get(name)) for name in ("torch", "torch-xla"))
+    if torch and xla and torch.release[:2] != xla.release[:2]:  # which torch-xla does not ask for
+        unfit.append(f"torch-xla {xla} was built for another torch than {torch}")
+    if unfit:
+        yield Check("versions", WARN, "; ".join(unfit), remedy)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _required(name: str) -> list[Requirement]:
+    """What an installed package needs here, with torch where it can do without, and without what cannot be understood."""
+    asked = []
+    for text in metadata.requires(name) or ():
+        with contextlib.suppress(InvalidRequirement):
+            asked.append(Requirement(text))
+    return [one for one in asked if one.marker is None or one.marker.evaluate({"extra": "torch"})]
+
+
+def _parsed(version: str | None) -> Version | None:
+    """None of a number that a packager made up."""
+    try:
+        return Version(version or "")
+    except InvalidVersion:
+        return None
+
+
+def _is_in(wanted: SpecifierSet, version: str) -> bool:
+    """A build before a release, as vendors have them, counts as the release; what cannot be compared is taken for good."""
+    there = _parsed(version)
+    return there is None or any(wanted.contains(one, prereleases=True) for one in (there, there.base_version))
+
+
+def check_golden_device(
+    golden: Mapping[str, Any], prediction: Mapping[str, Any] | None, gpus: Sequence[Gpu], problem: str
+) -> Iterator[Check]:
+    """The GPU of the golden, where one is asked for or there; `problem` says why nvidia-smi names none."""
+    import torch
+
+    key, places = _asked(golden)
+    if _is_on_host(golden):
+        yield Check("device", OK, f"the CPU, as golden.{key} says")
+        return
+    seen = torch.cuda.is_available()
+    numbers = [number for place in places if (number := _gpu_number(place)) is not None]
+    if not seen and numbers:
+        found = f"nvidia-smi has {len(gpus)}, torch {torch.__version__} sees none" if gpus else problem
+        found = found or "nvidia-smi names none"
+        yield Check("device", FAIL, f"no CUDA device: {found}", f"Run on a GPU host, or write golden.{key}: cpu.")
+    elif not seen and gpus:
+        text = f"{gpus[0].name} is here, but torch {torch.__version__} does not see it, so the golden runs on the CPU"
+        yield Check(
+            "device", WARN, text, f"Install a torch for CUDA that driver {gpus[0].driver} has, or the container."
+        )
+    elif not seen and problem and problem != f"nvidia-smi {NOT_HERE}":
+        yield Check(
+            "device", WARN, f"the CPU; {problem}", "Mend the driver if there is a GPU, or write golden.device: cpu."
+        )
+    elif not seen:
+        yield Check("device", OK, "the CPU; there is no GPU")
+    elif gpus and max(numbers, default=0) >= len(gpus):
+        text = f"golden.{key} names GPU {max(numbers)}, and there are {len(gpus)}, from 0 on"
+        yield Check("device", FAIL, text, f"Correct golden.{key}, or CUDA_VISIBLE_DEVICES.")
+    else:
+        names = ", ".join(f"{gpu.name} with {size(gpu.free)} free" for gpu in gpus) or "one that torch sees"
+        yield Check("device", OK, f"{names}; driver {gpus[0].driver if gpus else 'unknown'}")
+        if gpus and prediction:
+            yield _fits_gpus(golden, gpus, prediction)
+
+
+def _fits_gpus(golden: Mapping[str, Any], gpus: Sequence[Gpu], prediction: Mapping[str, Any]) -> Check:
+    if golden["mode"] == "whole":
+        needed, has, what = prediction["whole"], sum(_room(golden, gpus)), "the whole model"
+        if needed > has and _is_left_to_the_host(golden, needed - has):
+            return Check("device memory", OK, f"{size(has)}; the rest of {size(needed)} is left to the host")
+        remedy = "Offload (golden.max_memory, golden.offload_folder), or write golden.mode: streamed."
+    else:
+        needed, has, what = prediction["golden"], gpus[0].free, "the largest stage"
+        remedy = "End what else runs on the GPU, or give shorter prompts."
+    text = f"{what} is predicted to take {size(needed)} of {size(has)}"
+    return Check("device memory", OK if needed <= has else WARN, text, None if needed <= has else remedy)
+
+
+def _is_left_to_the_host(golden: Mapping[str, Any], left: int) -> bool:
+    """Whether the config has accelerate keep so many bytes off the GPUs, as only its strategies do. What they do unasked is
+    slow, and worth a warning.
+    """
+    if golden["device_map"] not in STRATEGIES:
+        return False
+    limit = _host_limit(golden)
+    return bool(golden["offload_folder"]) or (limit is not None and left <= limit)
+
+
+def _host_limit(golden: Mapping[str, Any]) -> int | None:
+    """Bytes that golden.max_memory leaves the host, by which only accelerate's strategies go."""
+    limit = (golden["max_memory"] or {}).get("cpu")
+    if limit is None or golden["device_map"] not in STRATEGIES:
+        return None
+    from accelerate.utils import convert_file_size_to_int
+
+    return convert_file_size_to_int(limit)
+
+
+def _asked(golden: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The key that says where the golden runs, and what it names."""
+    key = "device_map" if golden["mode"] == "whole" else "device"
+    return key, _places(golden[key])
+
+
+def _is_on_host(golden: Mapping[str, Any]) -> bool:
+    return set(_asked(golden)[1]) <= {"cpu", "disk"}
+
+
+def _places(device_map: str | Mapping[str, str | int]) -> list[str]:
+    """Strategies and devices that `golden.device` or `golden.device_map` names."""
+    return [device_map] if isinstance(device_map, str) else [str(place) for place in device_map.values()]
+
+
+def _gpu_number(place: str) -> int | None:
+    """1 of cuda:1 and of 1, 0 of cuda; None of what is no GPU, as cpu, disk and strategies."""
+    match = re.fullmatch(r"cuda|(?:cuda:)?(\d+)", place)
+    return int(match[1] or 0) if match else None
+
+
+def _room(golden: Mapping[str, Any], gpus: Sequence[Gpu]) -> list[int]:
+    """Bytes that the whole model may take of each GPU: what is free, of those that device_map names or, if it is a strategy,
+    of all within max_memory, which then names all that accelerate uses.
+    """
+    places, limits = _places(golden["device_map"]), golden["max_memory"]
+    named = {_gpu_number(place) for place in places} - {None}
+    if named or _is_on_host(golden):
+        return [gpu.free if number in named else 0 for number, gpu in enumerate(gpus)]
+    if limits is None:
+        return [gpu.free for gpu in gpus]
+    from accelerate.utils import convert_file_size_to_int
+
+    allowed = [convert_file_size_to_int(limits.get(str(number), "0GB")) for number in range(len(gpus))]
+    return [min(gpu.free, most) for gpu, most in zip(gpus, allowed, strict=True)]
+
+
+def _gpus() -> tuple[list[Gpu], str]:
+    """GPUs by nvidia-smi, of those that CUDA may use, and if it names none, why."""
+    query = ["--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    code, output = run_tool("nvidia-smi", *query, *([f"--id={visible}"] if visible else []))
+    if code is None:
+        return [], f"nvidia-smi {output}"
+    if code and code != NO_GPU:
+        return [], first_line(output) or f"nvidia-smi ended with exit code {code}"
+    return parse_nvidia_smi(output), ""
+
+
+def parse_nvidia_smi(text: str) -> list[Gpu]:
+    """GPUs from `nvidia-smi --query-gpu=name,memory.total,memory.used,driver_version --format=csv,noheader,nounits`.
+
+    Memory is in MiB there; what a card does not tell, as `[N/A]` on machines that share memory with the host, is 0.
+    """
+    number = r"(\d+|\[.*\])"
+    rows = (re.fullmatch(rf"(.+), {number}, {number}, (\S+)", line.strip(), re.ASCII) for line in text.splitlines())
+    return [Gpu(row[1], _mib(row[2]), _mib(row[3]), row[4]) for row in rows if row]
+
+
+def _mib(text: str) -> int:
+    return 0 if text.startswith("[") else int(text) << 20
+
+
+def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int, ranks: int = 1) -> Check:
+    """Host memory against the side's largest job, of which each rank may convert the whole stage."""
+    if not prediction:
+        return _not_predicted(available)
+    needed = ranks * (prediction[side] + IMPORTS)
+    text = f"the largest job is predicted to take {size(needed)} of {size(available)} available"
+    remedy = "Free memory, run one job at a time (--cores 1), or give shorter prompts."
+    return Check("memory", OK if needed <= available else WARN, text, None if needed <= available else remedy)
+
+
+def _not_predicted(available: int) -> Check:
+    return Check(
+        "memory", OK, f"{size(available)} available; there is no results/prediction.json to say if that is enough"
+    )
+
+
+def check_whole_memory(
+    golden: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int, gpus: Sequence[Gpu]
+) -> Check:
+    """Host memory against what GPUs have no room for of the whole model; with golden.offload_folder the rest goes there."""
+    import torch
+
+    if "disk" in _places(golden["device_map"]) and not golden["offload_folder"]:
+        text = "golden.device_map leaves weights on the disk, and golden.offload_folder names no folder"
+        return Check("memory", FAIL, text, "Give golden.offload_folder a folder, or write cpu in place of disk.")
+    if not prediction:
+        return _not_predicted(available)
+    on_gpus = sum(_room(golden, gpus)) if torch.cuda.is_available() else 0
+    needed = max(0, prediction["whole"] - on_gpus) + IMPORTS
+    text = f"the whole model is predicted to take {size(needed)} of {size(available)} available on the host"
+    limit = _host_limit(golden)
+    left = max(0, prediction["weights"]["golden"] - on_gpus)
+    if limit is not None and left > limit and not golden["offload_folder"]:
+        allowed = golden["max_memory"]["cpu"]
+        text = f"{size(left)} of weights have no place on GPUs, and golden.max_memory leaves the host {allowed}"
+        return Check("memory", FAIL, text, "Give golden.offload_folder a folder, or a larger golden.max_memory.")
+    if needed <= available:
+        return Check("memory", OK, text)
+    if golden["offload_folder"]:
+        return Check("memory", OK, f"{text}; what is left over goes to {golden['offload_folder']}")
+    return Check("memory", WARN, text, "Give golden.offload_folder a folder, or write golden.mode: streamed.")
+
+
+def _available_memory() -> int:
+    """Bytes that a process may still take: of the host, or of a control group that a scheduler put it in."""
+    try:
+        membership = Path("/proc/self/cgroup").read_text(encoding="ascii")
+    except OSError:
+        membership = ""
+    return min([psutil.virtual_memory().available, *left_in_groups(membership, Path("/sys/fs/cgroup"))])
+
+
+def left_in_groups(membership: str, root: Path) -> Iterator[int]:
+    """Bytes that the control group of a process, and each one above it, leaves it; what the kernel would take back counts
+    as left. `membership` is /proc/PID/cgroup, `root` where control groups of version 2 are mounted.
+    """
+    own = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), None)
+    if own is None:
+        return
+    folder = root / own.strip("/")
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(root):
+            return
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no limit is `max`; the first group has none
+            limit = int((group / "memory.max").read_text(encoding="ascii"))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            used = int((group / "memory.current").read_text(encoding="ascii")) - int(stat["inactive_file"])
+            yield max(0, limit - used)
+
+
+def require_slurm() -> None:
+    """Checks that jobs can be handed to Slurm from here. Without it Snakemake's plugin waits, or fails job after job.
+
+    Raises:
+        UserError: if its commands or its controller are not there.
+    """
+    code, output = run_tool("sinfo", "--noheader")
+    if code is None:
+        raise UserError(f"sinfo: {output}. Run where Slurm's commands work, or without --workflow-profile.")
+    if code:
+        raise UserError(
+            f"sinfo: Slurm does not answer ({first_line(output)}). Wait until its controller runs, or see slurm.conf."
+        )
+
+
+def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -> Check:
+    """Whether results/ can be written, and has room for what it does not hold yet, also if stages fail."""
+    if why := refusal(results):
+        text = f"{results} cannot be written ({why})"
+        return Check("disk", FAIL, text, "Make it a directory, or a link to one, that you may write to.")
+    if not prediction:
+        return Check("disk", OK, f"{size(free)} free")
+    there = sum(min(entry["files"], _taken(results, stage)) for stage, entry in prediction["stages"].items())
+    needed = BESIDE_FILES[0] + BESIDE_FILES[1] * max(0, prediction["files"] - there)
+    text = f"{size(needed)} are still to be written, {size(free)} are free"
+    remedy = f"Free disk space, or make {results} a link to a larger disk."
+    if needed > free:
+        return Check("disk", FAIL, text, remedy)
+    if needed + prediction["forced"] > free:
+        return Check("disk", WARN, f"{text}; if all stages fail, {size(prediction['forced'])} more are needed", remedy)
+    return Check("disk", OK, text)
+
+
+def _taken(results: Path, stage: str) -> int:
+    """Bytes of the stage's files that the prediction counts and that are there."""
+    folders = [*(results / folder for folder in ("golden", "noise", "port")), *results.glob("chain/*")]
+    paths = (folder / f"{stage}.h5" for folder in folders)
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def check_checkpoint(directory: Path) -> Check:
+    """A config.json, every shard as long as its header says, every tensor of the index in one; contents are for the digests
+    to tell. What no stage can do without fails, what some stages can is a warning.
+    """
+    if str(directory) == checkpoint.DEFAULT and not directory.exists():
+        return Check("checkpoint", OK, f"{directory}, which the workflow will make")
+    try:
+        checkpoint.num_layers(checkpoint.read_config(directory))
+        names = checkpoint.shards(directory)
+    except UserError as error:
+        return _of_checkpoint(FAIL, [str(error)])
+    found: set[str] = set()
+    damaged = []
+    for name in names:
+        try:
+            tensors = checkpoint.read_shard_header(directory / name)
+            found |= tensors.keys()
+            if (directory / name).stat().st_size < max((tensor.end for tensor in tensors.values()), default=0):
+                raise StageError(f"{directory / name}: is shorter than its header says. Copy the shard again.")
+        except StageError as error:
+            damaged.append(str(error))
+    if damaged:
+        return _of_checkpoint(WARN if found else FAIL, damaged)
+    index = directory / checkpoint.INDEX
+    missing = sorted(read_json(index)["weight_map"].keys() - found) if index.exists() else []
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        said = f"{index}: names {missing[0]}{more}, which no shard holds. Copy the checkpoint again."
+        return _of_checkpoint(WARN, [said])
+    return Check("checkpoint", OK, f"{len(names)} shards, {len(found)} tensors")
+
+
+def _of_checkpoint(status: str, errors: Sequence[str]) -> Check:
+    """What is wrong with it, of which the last sentence of an error is the remedy."""
+    text, _, remedy = errors[0].rpartition(". ")
+    return Check("checkpoint", status, text + (f"; {len(errors)} shards in all" if len(errors) > 1 else ""), remedy)

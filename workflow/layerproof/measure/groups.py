@@ -1,0 +1,105 @@
+"""Errors summed over groups of elements (tokens, channel blocks, heads, experts), and R, their ratio to the noise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from layerproof.tensors.tensor import bf16_ulp
+
+MAX_BLOCKS = 64  # channel blocks of a tap
+R_MAX = 1e9  # stands for infinity in R
+CLOSE_ABSOLUTE, CLOSE_RELATIVE = 1e-3, 1e-2
+
+
+# A pattern of 32 bits without its low 13 keeps the sign, 8 bits of exponent and 10 of mantissa: steps of 2^-10 < 0.1 %.
+PATTERN_SHIFT = 13
+PATTERN_BINS = 0x7F800000 >> PATTERN_SHIFT
+
+
+def bf16_rounding(values: np.ndarray) -> np.ndarray:
+    """The error of rounding each fp64 value to the nearest bf16, ties to even."""
+    step = np.where(values == 0, 1.0, bf16_ulp(values))
+    return np.rint(values / step) * step - values
+
+
+def error_squares(port: np.ndarray, golden: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Squared errors of port and golden, of rounding the truth to bf16, and of such a rounding as expected: fp64 [4, ...].
+
+    The last is ulp^2 / 12, the mean if roundings are uniform.
+    """
+    return np.stack((np.square(port - truth), np.square(golden - truth), *rounding_squares(truth)))
+
+
+def rounding_squares(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Squared errors of rounding fp64 values to bf16, real and as expected."""
+    return np.square(bf16_rounding(truth)), np.square(bf16_ulp(truth)) / 12
+
+
+def noise_of(squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Noise and floor of groups from their sums of `error_squares`, [4, ...], as sums of squares.
+
+    The floor is the rounding of the truth to bf16. Where golden and rounding are both exact (a constant, a lookup) it is
+    the rounding as expected, so that one ulp there is not infinitely many times the noise. It is not so elsewhere: one
+    massive channel that happens to be exact would raise the floor of all others.
+    """
+    _, golden, rounding, expected = squares
+    floor = np.where(np.maximum(golden, rounding) > 0, rounding, expected)
+    return np.maximum(golden, floor), floor
+
+
+def noise_ratio(squares: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """R of groups of elements, fp64 of the shape of count; NaN where count is 0.
+
+    Squares are the sums over each group of the squared errors of `error_squares`, [4, ...]; count is the number of
+    elements in the group. R is at most R_MAX. Where the noise is zero it is R_MAX, or 0 if the port is exact too.
+    """
+    port = squares[0]
+    noise, _ = noise_of(squares)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = np.minimum(np.sqrt(port / noise), R_MAX)
+    ratio = np.where(noise > 0, ratio, np.where(port > 0, R_MAX, 0.0))
+    return np.where(count > 0, ratio, np.nan)
+
+
+def relative(squares: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Squared errors in units of the noise, a mean squared error; at most R_MAX squared where there is none."""
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return np.where(squares > 0, np.minimum(squares / noise, R_MAX**2), 0.0)
+
+
+def unit_ratio(units: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """R of groups from their sums of squared errors in units of the noise, [1, groups]; NaN where count is 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(count > 0, np.sqrt(units[0] / count), np.nan)
+
+
+GROUPS = ("token", "block", "head", "expert")
+"""Kinds of groups of elements whose worst R is looked at."""
+
+
+def block_size(features: int) -> int:
+    """Channels in one of at most MAX_BLOCKS equal blocks."""
+    return max(1, math.ceil(features / MAX_BLOCKS))
+
+
+def groups_of(
+    channels: np.ndarray, counts: np.ndarray, shape: tuple[int, ...]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Sums by channel [rows, features] and counts [features], added up by block and, of a tap of heads, by head."""
+    features = len(counts)
+    sizes = {"block": block_size(features), **({"head": shape[3]} if len(shape) == 4 else {})}
+    starts = {kind: np.arange(0, features, max(1, size)) for kind, size in sizes.items()}
+    return {
+        kind: (np.add.reduceat(channels, start, axis=1), np.add.reduceat(counts, start))
+        if features
+        else (channels, counts)
+        for kind, start in starts.items()
+    }
+
+
+def by_expert(tokens: np.ndarray, count: np.ndarray, experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums [rows, tokens] and counts [tokens], added up over the tokens that go to each expert."""
+    goes = experts.reshape(-1, experts.shape[-1]).astype(np.float64)
+    return tokens @ goes, count @ goes

@@ -1,0 +1,191 @@
+"""How far legitimate variants of the golden are from the truth: the noise that a port's error is held against.
+
+The golden, its variants (variants.py) and the truth rounded to bf16 are so many draws of one noise. Its squared error at
+token t and channel c is modelled as half of token[t] * channel[c], so that neither a massive channel hides the others of a
+token nor a massive token the others of a channel, and half of what the size of the number tells, since a few draws of a few
+numbers may all be small by chance. A group of elements - a token, a head, a block of channels, the tokens of an expert -
+has as its R the rms of its errors in units of this noise. The largest R that any of the draws reaches against the noise of
+the others, over all groups of a kind, is the band of that kind: it allows for the number of groups that are looked at,
+whatever the distribution of the errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from layerproof.measure.groups import by_expert, groups_of, relative, unit_ratio
+from layerproof.measure.routing import AFTER_ROUTER, experts_chosen, flips
+from layerproof.rerun.recorder import unrecorded
+from layerproof.tensors.tensor import CHUNK_ELEMENTS, Tensor, blocks, is_finite, token_numbers
+
+if TYPE_CHECKING:
+    from layerproof.measure.noise_kernel import Block
+
+CHOICE = "router.choice"
+BALANCING = 3
+"""Rounds of fitting token and channel factors to each other, 2 at least; the fit is good to a percent after two or three."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise of one tap of floats.
+
+    `compared` is bool [batch, seq], the tokens that it is of. The squared error of a draw is about half of `token` [batch,
+    seq] times `channel` [features], plus half of `rounding` times that of a rounding to bf16; fp64, NaN where nothing
+    was compared. `band` has the largest R of a draw, at least 1: as `weighted` of all elements in units of their noise, and
+    of the groups `token`, `block`, `head` and `expert`. All are 1 if the golden has no variants.
+    """
+
+    compared: np.ndarray
+    token: np.ndarray
+    channel: np.ndarray
+    rounding: float
+    band: Mapping[str, float]
+
+    def units(self, squares: np.ndarray, expected: np.ndarray, where: np.ndarray) -> np.ndarray:
+        """Squared errors [tokens, features] in units of the noise, at tokens with these numbers.
+
+        `expected` are the squared errors of rounding the truth there to bf16, as expected.
+        """
+        return relative(squares, _model(self.token.reshape(-1)[where], self.channel, self.rounding * expected))
+
+
+def _model(token: np.ndarray, channel: np.ndarray, rounding: np.ndarray) -> np.ndarray:
+    return (token[:, None] * channel + rounding) / 2
+
+
+def noise_of_taps(
+    golden: Mapping[str, Tensor],
+    variants: Sequence[Mapping[str, Tensor]],
+    truth: Mapping[str, Tensor],
+    valid: np.ndarray,
+) -> dict[str, Noise]:
+    """Noise of every tap of floats. Tokens whose experts a variant or the golden chooses otherwise than the truth are left
+    out of the taps after the router: a flip is no noise, and `routing` tells it from a mistake.
+    """
+    draws = [golden, *variants]
+    flipped = np.zeros_like(valid)
+    experts = None
+    if CHOICE in truth:
+        flipped = np.logical_or.reduce([flips(draw[CHOICE], truth[CHOICE]) for draw in draws])
+        experts = experts_chosen(truth)
+    return {
+        name: measure(
+            _distinct([draw[name] for draw in draws]),
+            truth[name],
+            valid & ~flipped if name in AFTER_ROUTER else valid,
+            experts if name in AFTER_ROUTER else None,
+        )
+        for name in golden
+        if golden[name].kind == "float"
+    }
+
+
+def _distinct(draws: Sequence[Tensor]) -> list[Tensor]:
+    """The draws that are no copy of one before, as a norm's are where only the attention differs, and that are finite
+    where the first one, the golden, is: a variant that overflows is none.
+    """
+    kept = [draws[0]]
+    for draw in draws[1:]:
+        if not any(_is_copy(draw, earlier) for earlier in kept) and _as_finite(draw, draws[0]):
+            kept.append(draw)
+    return kept
+
+
+def _is_copy(draw: Tensor, earlier: Tensor) -> bool:
+    """Told from their first block, as a rule."""
+    pieces = blocks(draw.shape, CHUNK_ELEMENTS)
+    return all(np.array_equal(draw.read(*piece), earlier.read(*piece)) for piece in pieces)
+
+
+def _as_finite(draw: Tensor, golden: Tensor) -> bool:
+    for piece in blocks(golden.shape, CHUNK_ELEMENTS):
+        mine = is_finite(draw.floats(draw.read(*piece)))
+        if not mine.all() and (is_finite(golden.floats(golden.read(*piece))) & ~mine).any():
+            return False
+    return True
+
+
+def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, experts: np.ndarray | None = None) -> Noise:
+    """The noise of a tap from the golden, which is the first draw, and its variants.
+
+    All have shape [batch, seq, features...]; `compared` is bool [batch, seq], the tokens to look at; `experts` bool
+    [batch, seq, experts], which token goes to which. Elements that are not finite in all of them are left out.
+    """
+    with unrecorded():
+        from layerproof.measure import noise_kernel
+
+    tap = _Tap(draws, truth, compared)
+    features = math.prod(truth.shape[2:])
+    fit, expected = noise_kernel.Fit.zero(len(draws), compared.size, features), np.zeros(features)
+    for block in tap.blocks():
+        noise_kernel.count(fit, expected, block)
+    is_exact = not fit.squares[:-1].any()
+    rounding = 1.0 if is_exact or not fit.squares[-1] else float(fit.squares[:-1].mean() / fit.squares[-1])
+    by_token, by_channel = np.zeros_like(fit.token), np.zeros_like(fit.channel)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        following = np.broadcast_to(expected, fit.channel.shape) if is_exact else fit.channel
+        fit = fit._replace(channel=following / fit.channel_counts)
+        for _ in range(BALANCING - 1):
+            following = np.zeros_like(fit.channel)
+            for block in tap.blocks():
+                noise_kernel.balance(fit, following, is_exact, block)
+            fit = fit._replace(channel=following / fit.channel_counts)
+        for block in tap.blocks():
+            noise_kernel.in_units(fit, by_token, by_channel, rounding, is_exact, block)
+    fit.token[:, fit.token_counts == 0] = np.nan
+    kinds = {
+        "weighted": (by_token.sum(axis=1, keepdims=True), fit.token_counts.sum(keepdims=True)),
+        "token": (by_token, fit.token_counts),
+        **groups_of(by_channel, fit.channel_counts, truth.shape),
+        **({} if experts is None else {"expert": by_expert(by_token, fit.token_counts, experts)}),
+    }
+    # A draw alone, such as a lookup, shows nothing of the others: its band is 1.
+    band = {
+        kind: max(_worst(unit_ratio(row[None], count)) for row in sums) if len(draws) > 1 else 1.0
+        for kind, (sums, count) in kinds.items()
+    }
+    token, channel = fit.token.mean(axis=0).reshape(compared.shape), fit.channel.mean(axis=0)
+    return Noise(compared, token, channel, rounding, {kind: max(1.0, R) for kind, R in band.items()})
+
+
+def _worst(ratios: np.ndarray) -> float:
+    return 1.0 if np.isnan(ratios).all() else float(np.nanmax(ratios))
+
+
+@dataclass(frozen=True)
+class _Tap:
+    """The draws of a tap and their truth, read block by block as often as they are needed."""
+
+    draws: Sequence[Tensor]
+    truth: Tensor
+    compared: np.ndarray
+
+    def blocks(self) -> Iterator[Block]:
+        from layerproof.measure.noise_kernel import Block
+
+        for rows, columns in blocks(self.truth.shape, CHUNK_ELEMENTS):
+            are_bits = {draw.dtype for draw in self.draws} == {"bfloat16"}
+            draws = np.stack(
+                [
+                    draw.read(rows, columns) if are_bits else draw.as_numpy(draw.read(rows, columns))
+                    for draw in self.draws
+                ]
+            )
+            yield Block(
+                np.ascontiguousarray(token_numbers(rows, columns, self.compared.shape[1]), np.int64),
+                self.compared[rows, columns].reshape(-1),
+                np.ascontiguousarray(_wide(self.truth.as_numpy(self.truth.read(rows, columns)))),
+                draws if are_bits else _wide(draws),
+                are_bits,
+            )
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    """fp32 in place of fp16, of which the compiler knows nothing."""
+    return values.astype(np.float32) if values.dtype == np.float16 else values

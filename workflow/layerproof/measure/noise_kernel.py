@@ -1,0 +1,254 @@
+"""The passes over a tap in which its noise is fitted, compiled: squared errors of a token stay in the processor's cache.
+
+Everything is fp64. numba keeps compiled code until this file is edited and does not look at others, so what comes from
+metrics.py is an argument (`Constants`), and loops that kernel.py has, too, are here again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from layerproof.measure.groups import R_MAX
+from layerproof.measure.kernel import (
+    BF16_STEPS,
+    numba,  # which says where compiled code is kept
+)
+from layerproof.rerun.recorder import unrecorded
+from layerproof.tensors.tensor import FLOAT32_MAX
+
+
+class Constants(NamedTuple):
+    """Not `kernel.Constants`: what only concerns comparisons is no reason to run the golden again."""
+
+    largest_ratio: float = R_MAX
+    largest: float = FLOAT32_MAX
+    steps: np.ndarray = BF16_STEPS
+
+
+class Block(NamedTuple):
+    """Tokens of a tap: `numbers` int64 [tokens] and `kept` bool [tokens], whether to look at them; `truth` [tokens,
+    features] and `draws` [draws, tokens, features], fp32 or fp64, or of the draws uint16, the bits of bf16, if `are_bits`.
+    """
+
+    numbers: np.ndarray
+    kept: np.ndarray
+    truth: np.ndarray
+    draws: np.ndarray
+    are_bits: bool
+
+
+class Fit(NamedTuple):
+    """What is summed over a tap's tokens [tokens] and channels [features]. Rows are the draws and, last, the rounding of the
+    truth to bf16; fp64 where nothing else is said.
+
+    token_counts: int64 [tokens], channel_counts: int64 [features]: elements that are finite in all
+    token: [rows, tokens], channel: [rows, features]: means of squared errors, each in units of the other
+    squares: [rows + 1]: sums of squared errors; the last is what is expected of the rounding
+    """
+
+    token_counts: np.ndarray
+    channel_counts: np.ndarray
+    token: np.ndarray
+    channel: np.ndarray
+    squares: np.ndarray
+
+    @classmethod
+    def zero(cls, draws: int, tokens: int, features: int) -> Fit:
+        """Of nothing yet."""
+        rows = draws + 1
+        return cls(
+            token_counts=np.zeros(tokens, np.int64),
+            channel_counts=np.zeros(features, np.int64),
+            token=np.zeros((rows, tokens)),
+            channel=np.zeros((rows, features)),
+            squares=np.zeros(rows + 1),
+        )
+
+
+def count(fit: Fit, expected: np.ndarray, block: Block) -> None:
+    """Adds a block to the counts and to the sums of squares: in all, and by channel in `fit.channel`; what is expected of
+    the rounding by channel to `expected` [features].
+    """
+    with unrecorded():  # the first call compiles, here and below
+        _count(fit, expected, Constants(), block)
+
+
+def balance(fit: Fit, following: np.ndarray, is_exact: bool, block: Block) -> None:
+    """Sets `fit.token` of a block's tokens by `fit.channel`, and adds to `following` [rows, features] what, divided by the
+    counts, is the next `fit.channel` by these tokens. If all draws are exact, their errors are taken to be those expected of
+    a rounding.
+    """
+    with unrecorded():
+        _balance(fit, following, fit.channel.mean(axis=0), is_exact, Constants(), block)
+
+
+def in_units(
+    fit: Fit, by_token: np.ndarray, by_channel: np.ndarray, rounding: float, is_exact: bool, block: Block
+) -> None:
+    """Sets `fit.token` as `balance` does, and adds to `by_token` [rows, tokens] and `by_channel` [rows, features] the sums
+    of squared errors in units of the noise of the other rows; `rounding` is `Noise.rounding`.
+    """
+    channel = fit.channel.mean(axis=0)
+    others = np.stack([np.delete(fit.channel, row, axis=0).mean(axis=0) for row in range(len(fit.channel))])
+    with unrecorded():
+        _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, Constants(), block)
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _set_squares(block, row, constants, exact, squares, keep):
+    """Squared errors [rows + 1, features] of a token, 0 where one of them is not finite, and how many are `keep`.
+
+    As in kernel.py loops write one array each: those a compiler turns into vector instructions.
+    """
+    draws, patterns = block.draws, exact.view(np.int64)
+    rounding, expected = squares[len(draws)], squares[len(draws) + 1]
+    single = np.empty(len(exact), np.float32)
+    keep[:] = True
+    _set_values(block.truth[row], False, single, exact)
+    _keep_finite(exact, constants.largest, keep)
+    for draw in range(len(draws)):
+        _set_values(draws[draw, row], block.are_bits, single, squares[draw])
+        _keep_finite(squares[draw], constants.largest, keep)
+    found = 0
+    for c in range(len(keep)):
+        found += keep[c]
+    if found < len(keep):
+        for c in range(len(keep)):
+            if not keep[c]:
+                exact[c] = 0.0
+                squares[: len(draws), c] = 0.0
+    for draw in range(len(draws)):
+        _square_difference(squares[draw], exact)
+    for c in range(len(exact)):
+        expected[c] = constants.steps[(patterns[c] >> 52) & 0x7FF]
+    for c in range(len(exact)):
+        error = np.rint(exact[c] / expected[c]) * expected[c] - exact[c]  # 0 is given the step of the smallest numbers
+        rounding[c] = error * error
+    for c in range(len(exact)):
+        expected[c] = expected[c] * expected[c] / 12 if exact[c] != 0 else 0.0
+    return found
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _set_values(values, are_bits, single, wide):
+    """A token's elements as fp64; bf16 is the upper half of fp32."""
+    if are_bits:
+        patterns = single.view(np.uint32)
+        for c in range(len(wide)):
+            patterns[c] = np.uint32(values[c]) << np.uint32(16)
+        for c in range(len(wide)):
+            wide[c] = single[c]
+    else:
+        for c in range(len(wide)):
+            wide[c] = values[c]
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _keep_finite(values, largest, keep):
+    for c in range(len(values)):
+        keep[c] &= abs(values[c]) <= largest
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _square_difference(values, exact):
+    for c in range(len(values)):
+        values[c] = (values[c] - exact[c]) * (values[c] - exact[c])
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _set_units(squares, noise, most, units):
+    """`metrics.relative`."""
+    for c in range(len(units)):
+        unit = squares[c] / noise[c]
+        unit = most if unit > most else unit  # NaN stays
+        units[c] = unit if squares[c] > 0 else 0.0
+
+
+@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+def _total(values):
+    total = 0.0
+    for c in range(len(values)):
+        total += values[c]
+    return total
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _add_to(totals, values):
+    for c in range(len(values)):
+        totals[c] += values[c]
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _count(fit, expected, constants, block):
+    features, rows = len(fit.channel_counts), len(fit.channel)
+    exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
+    one, units = np.ones(features), np.empty(features)
+    most = constants.largest_ratio * constants.largest_ratio
+    for row in range(len(block.numbers)):
+        if not block.kept[row]:
+            continue
+        fit.token_counts[block.numbers[row]] = _set_squares(block, row, constants, exact, squares, keep)
+        for c in range(features):
+            fit.channel_counts[c] += keep[c]
+        for of in range(rows + 1):
+            fit.squares[of] += _total(squares[of])
+            _set_units(squares[of], one, most, units)
+            _add_to(fit.channel[of] if of < rows else expected, units)
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _set_token(fit, number, channel, is_exact, squares, most, units):
+    """A token's factors by those of the channels, and their mean."""
+    rows = len(fit.channel)
+    mean = 0.0
+    for of in range(rows):
+        _set_units(squares[rows if is_exact else of], channel, most, units)
+        fit.token[of, number] = _total(units) / fit.token_counts[number]
+        mean += fit.token[of, number] / rows
+    return mean
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _balance(fit, following, channel, is_exact, constants, block):
+    rows, features = fit.channel.shape
+    exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
+    of_token, units = np.empty(features), np.empty(features)
+    most = constants.largest_ratio * constants.largest_ratio
+    for row in range(len(block.numbers)):
+        if not block.kept[row]:
+            continue
+        _set_squares(block, row, constants, exact, squares, keep)
+        of_token[:] = _set_token(fit, block.numbers[row], channel, is_exact, squares, most, units)
+        for of in range(rows):
+            _set_units(squares[rows if is_exact else of], of_token, most, units)
+            _add_to(following[of], units)
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, constants, block):
+    rows, features = fit.channel.shape
+    exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
+    noise, units = np.empty(features), np.empty(features)
+    most = constants.largest_ratio * constants.largest_ratio
+    for row in range(len(block.numbers)):
+        if not block.kept[row]:
+            continue
+        number = block.numbers[row]
+        _set_squares(block, row, constants, exact, squares, keep)
+        _set_token(fit, number, channel, is_exact, squares, most, units)
+        for of in range(rows):
+            other = 0.0  # summed, since a difference would lose small ones beside a large one
+            for draw in range(rows):
+                other += fit.token[draw, number] / (rows - 1) if draw != of else 0.0
+            _set_noise(other, others[of], rounding, squares[rows], noise)
+            _set_units(squares[of], noise, most, units)
+            _add_to(by_channel[of], units)
+            by_token[of, number] = _total(units)
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _set_noise(of_token, of_channel, rounding, expected, noise):
+    for c in range(len(noise)):
+        noise[c] = (of_token * of_channel[c] + rounding * expected[c]) / 2

@@ -1,0 +1,180 @@
+"""Expert choices compared as sets, with near-ties told from mistakes.
+
+Where two experts are nearly tied, the last bit of a sum decides, and a legitimate port may choose the other one. Such a
+flip changes the token's output far beyond rounding, so the token is left out of what follows in that stage, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from layerproof.measure.rule import EXACT_ALLOWANCE
+from layerproof.tensors.tensor import Tensor
+
+AFTER_ROUTER = ("router.weights", "mlp.out", "post_mlp_norm", "out")
+"""Taps that a flipped choice changes."""
+
+FLIP_SIGMAS = 6.0
+"""A flip is noise if its margin is within this many standard deviations of the difference of two selection values.
+
+The deviation is that of the golden's selection values from the truth's. Six make one false alarm in 10^9 if the errors
+are normal; they are not quite, and a real mistake flips by far more.
+"""
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Outcome for one stage: bool [batch, seq] masks over valid tokens, and the margin in units of the selection.
+
+    Without `compared` nothing is known of the port's choice, and only the flips of the golden and its variants are found.
+    """
+
+    compared: bool
+    tokens: int
+    flips: np.ndarray
+    golden_flips: np.ndarray
+    variant_flips: np.ndarray
+    malformed: np.ndarray
+    excused: np.ndarray
+    noise_margin: float
+    largest_margin: float
+
+    @property
+    def left_out(self) -> np.ndarray:
+        """Tokens that taps after the router are compared without: excused flips, and those of golden and variants."""
+        return self.excused | self.golden_flips | self.variant_flips
+
+    def reason(self) -> str | None:
+        """Why the choice fails, or None if every flip is a near-tie and there are no more than chance makes.
+
+        A right port is one more variant of the golden, so it flips at no more other tokens than golden and variants do
+        together, and EXACT_ALLOWANCE of all.
+        """
+        wrong = self.flips & ~self.excused
+        if not wrong.any():
+            usual_flips = self.golden_flips | self.variant_flips
+            others, usual = int((self.excused & ~usual_flips).sum()), int(usual_flips.sum())
+            if others > usual + max(1.0, EXACT_ALLOWANCE * self.tokens):
+                return (
+                    f"the port chooses other experts than the truth for {int(self.flips.sum())} of {self.tokens} tokens, by "
+                    f"margins within the noise, but for {others} of them no variant of the golden does, and those do for "
+                    f"{usual}: too many for chance"
+                )
+            return None
+        if self.malformed.any():
+            batch, seq = np.argwhere(self.malformed)[0]
+            return (
+                f"the port does not choose the right number of different experts for {int(self.malformed.sum())} of "
+                f"{self.tokens} tokens, first [{batch},{seq}]"
+            )
+        batch, seq = np.argwhere(wrong)[0]
+        return (
+            f"the port chooses other experts than the truth for {int(wrong.sum())} of {self.tokens} tokens, first "
+            f"[{batch},{seq}], by margins of up to {self.largest_margin:.3g} where noise explains {self.noise_margin:.3g}"
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """For results/compare/STAGE.json; what is known of the port alone is None if its choice is not."""
+        port = {
+            "flips": int(self.flips.sum()),
+            "excused": int((self.flips & self.excused).sum()),
+            "noise_margin": self.noise_margin,
+            "largest_margin": self.largest_margin,
+        }
+        return {
+            "tokens": self.tokens,
+            "golden_flips": int(self.golden_flips.sum()),
+            "left_out": int(self.left_out.sum()),
+            **(port if self.compared else dict.fromkeys(port)),
+        }
+
+
+def compare_choices(
+    port: Tensor | None,
+    golden: Tensor,
+    truth: Tensor,
+    golden_selection: Tensor | None,
+    truth_selection: Tensor | None,
+    valid: np.ndarray,
+    variant_flips: np.ndarray | None = None,
+) -> Routing:
+    """Compares the chosen experts, [batch, seq, top_k] each, of port and golden with the truth's.
+
+    The margin of a flip is the largest gap, in the truth's selection values [batch, seq, experts], between an expert
+    that the port leaves out and one that it takes instead. The port's choice is not compared if it is not handed over, if
+    its shape or dtype is not the golden's (the tap fails by that), or if the selection values are not known. At tokens in
+    `variant_flips`, bool [batch, seq], a variant of the golden chooses otherwise than the truth.
+    """
+    golden_flips = flips(golden, truth) & valid
+    nothing = np.zeros_like(golden_flips)
+    variant_flips = nothing if variant_flips is None else variant_flips
+    unknown = port is None or port.shape != golden.shape or port.kind != "integer"
+    if port is None or unknown or golden_selection is None or truth_selection is None:
+        return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, nothing, 0.0, 0.0)
+    selection = _values(truth_selection)
+    with np.errstate(invalid="ignore"):  # two that are ruled out
+        error = (_values(golden_selection) - selection)[valid]
+    error = error[np.isfinite(error)]
+    noise = FLIP_SIGMAS * float(np.sqrt(2.0 * np.mean(np.square(error)))) if error.size else 0.0
+    experts = selection.shape[-1]
+    wanted, mine = chosen(truth, experts), chosen(port, experts)
+    flipped = (mine != wanted).any(-1) & valid
+    dropped = np.where(wanted & ~mine, selection, -np.inf).max(-1)
+    taken = np.where(mine & ~wanted, selection, np.inf).min(-1)
+    # The same expert twice, or one that there is not, is no near-tie whatever the margins say.
+    malformed = (mine.sum(-1) != port.shape[-1]) & valid
+    # A margin that is no number, of selections that are none, excuses nothing.
+    margins = np.nan_to_num(np.where(flipped & ~malformed, dropped - taken, 0.0), nan=LARGEST, posinf=LARGEST)
+    return Routing(
+        compared=True,
+        tokens=int(valid.sum()),
+        flips=flipped,
+        golden_flips=golden_flips,
+        variant_flips=variant_flips,
+        malformed=malformed,
+        excused=flipped & ~malformed & (margins <= noise),
+        noise_margin=noise,
+        largest_margin=float(margins.max(initial=0.0)),
+    )
+
+
+def ruled_out_as(port: Tensor, golden: Tensor, truth: Tensor) -> Tensor:
+    """The port's selection values with -Inf where golden and truth rule an expert out by it, as DeepSeek-V3's groups do: a
+    port may give these any low number, such as the release's 0. Whether it was low enough is told by the choice.
+    """
+    if port.shape != golden.shape or {port.kind, golden.kind} != {"float"}:
+        return port
+    mine = _values(port)
+    ruled_out = np.isneginf(_values(golden)) & np.isneginf(_values(truth)) & np.isfinite(mine)
+    return Tensor(np.where(ruled_out, -np.inf, mine).astype(np.float32), "float32") if ruled_out.any() else port
+
+
+def flips(choice: Tensor, truth: Tensor) -> np.ndarray:
+    """Tokens, bool [batch, seq], at which another set of experts is chosen."""
+    return (_sorted(choice) != _sorted(truth)).any(-1)
+
+
+def experts_chosen(taps: Mapping[str, Tensor]) -> np.ndarray | None:
+    """Which token goes to which expert, bool [batch, seq, experts]; None if no tap tells how many there are."""
+    sized = next((taps[name] for name in ("router.weights", "router.selection", "router.logits") if name in taps), None)
+    return None if sized is None else chosen(taps["router.choice"], sized.shape[-1])
+
+
+def _sorted(choice: Tensor) -> np.ndarray:
+    return np.sort(np.asarray(choice.data[...]).astype(np.int64), axis=-1)
+
+
+def _values(tensor: Tensor) -> np.ndarray:
+    return tensor.floats(tensor.data[...]).astype(np.float64)
+
+
+def chosen(choice: Tensor, experts: int) -> np.ndarray:
+    """Bool [batch, seq, experts]; an index outside of the experts chooses nothing."""
+    indices = np.asarray(choice.data[...])
+    return (indices[..., None] == np.arange(experts)).any(-2)

@@ -1,0 +1,125 @@
+"""The rule that decides whether a tap passes: its limits, and the sentence that says why it fails."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from layerproof.tensors.tensor import brackets
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+LIMIT = 1.5  # largest R that passes, in units of the band
+GROUP_LIMIT = 4 / 3  # times the limit, for the worst group: at LIMIT it may be twice as far off as in any variant
+
+
+# Router near-ties flip a few choices in any legitimate variant, even where the golden happens to flip none. So this
+# share of the tokens, and always one token, may differ from the truth beyond what the golden explains. A first rule, to
+# be refined by the measured margins of the router.
+EXACT_ALLOWANCE = 0.01
+FIXED_MAX_ABS, FIXED_MEAN_ABS, FIXED_CLOSE, FIXED_CORRELATION = 0.01, 0.001, 0.95, 0.99
+
+
+def reason_to_fail(result: dict[str, Any], limit: float) -> str | None:
+    """Why a comparison fails, or None."""
+    return _exact_reason(result, limit) if result["kind"] == "exact" else _float_reason(result, limit)
+
+
+def _float_reason(result: dict[str, Any], limit: float) -> str | None:
+    for name in ("port_differs", "reference_differs"):
+        element = result["nonfinite"][name]
+        if element["count"]:
+            return (
+                f"the port is {element['port']} at {brackets(element['first'])} where the golden is "
+                f"{element['golden']} and the truth is {element['truth']} ({element['count']} such elements)"
+            )
+    if not result["count"]:
+        return "nothing was compared: no element of a valid token is finite in port, golden and truth"
+    R, allowed, where = deciding(result, limit)
+    assert R is not None  # elements were compared
+    if allowed >= R:
+        return None
+    if where is not None:
+        above = f"R is {R:.4g} at {where}, above the limit of {allowed:.4g} for the worst {where.split()[0]}"
+        return f"{above}; over all R is {result['R']:.4g}"
+    token = result["worst_token"]
+    what = "R, with each element in units of its noise," if "weighted" in (result["band"] or {}) else "R"
+    return (
+        f"{what} is {R:.4g}, above the limit of {allowed:.4g}; "
+        f"the worst token is {brackets(token['index'])} with R {token['R']:.4g}"
+    )
+
+
+def group_limits(result: Mapping[str, Any], limit: float) -> list[tuple[str, float, float]]:
+    """Of a tap of floats with bands: kind, R of the worst group of this kind, and the largest that passes."""
+    found = [(kind, result.get(f"worst_{kind}"), reached) for kind, reached in (result["band"] or {}).items()]
+    return [(kind, worst["R"], limit * GROUP_LIMIT * reached) for kind, worst, reached in found if worst]
+
+
+def place(result: Mapping[str, Any], kind: str) -> str:
+    """Name of the worst group of a kind: `token [0,3]`, `head 2`."""
+    index = result[f"worst_{kind}"]["index"]
+    return f"{kind} {brackets(index) if isinstance(index, list) else index}"
+
+
+def decisive(result: Mapping[str, Any], limit: float) -> tuple[float | None, float]:
+    """The R of a whole tap of floats that decides, and the largest that passes.
+
+    Where the noise is known it is R in units of the noise: one massive element may have most of plain R, and is then all
+    that it tells.
+    """
+    band = result["band"] or {}
+    if "weighted" in band:
+        return result["weighted_R"], limit * band["weighted"]
+    return result["R"], limit
+
+
+def deciding(result: Mapping[str, Any], limit: float) -> tuple[float | None, float, str | None]:
+    """R of a tap that fails it, the largest that passes, and which group it is of, None for the whole tap.
+
+    If no R fails it, those of the whole tap; R is None where a tap has none.
+    """
+    if result.get("R") is None:
+        return None, limit, None
+    R, allowed = decisive(result, limit)
+    if R is None or allowed >= R:
+        for kind, group_R, group_allowed in group_limits(result, limit):
+            if not group_allowed >= group_R:  # as NaN is not
+                return group_R, group_allowed, place(result, kind)
+    return R, allowed, None
+
+
+def _exact_reason(result: dict[str, Any], limit: float) -> str | None:
+    if not result["count"]:
+        return "nothing was compared: there is no element in a valid token"
+    differ, explained = result["mismatches"]["port_truth"], result["mismatches"]["golden_truth"]
+    allowed = limit * explained + max(1.0, EXACT_ALLOWANCE * result["tokens"])
+    if differ > allowed:
+        return (
+            f"the port differs from the truth in {differ} of {result['tokens']} tokens, first at "
+            f"{brackets(result['first']['port_truth'])}; the golden differs in {explained}, which allows {allowed:g}"
+        )
+    return None
+
+
+def fixed_thresholds(result: dict[str, Any]) -> dict[str, bool | None]:
+    """The thresholds in common use. They are known to pass bugs and to fail noise; reported, never decisive.
+
+    None holds of NaN or Inf, which whoever computes them over all elements gets from one such element.
+    """
+    names = ("max_abs", "mean_abs", "close", "cosine", "pearson")
+    if any(result["nonfinite"][side][what] for side in ("port", "golden") for what in ("nan", "inf")):
+        return dict.fromkeys(names, False)
+
+    def holds(value: float | None, least: float = -math.inf, most: float = math.inf) -> bool | None:
+        return None if value is None else bool(least < value < most)
+
+    return {
+        "max_abs": holds(result["abs"]["max"], most=FIXED_MAX_ABS),
+        "mean_abs": holds(result["abs"]["mean"], most=FIXED_MEAN_ABS),
+        "close": holds(result["close"], least=FIXED_CLOSE),
+        "cosine": holds(result["cosine"], least=FIXED_CORRELATION),
+        "pearson": holds(result["pearson"], least=FIXED_CORRELATION),
+    }

@@ -1,0 +1,469 @@
+"""A checkpoint in transformers' terms: the model without weights, where its stages are, and one stage's weights in it.
+
+Names on disk differ from names in memory (fused experts, renamed buffers); transformers' own conversion maps them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+from transformers.quantizers.base import HfQuantizer
+
+from layerproof.errors import StageError, UserError, first_line
+from layerproof.files import read_json, sha256
+from layerproof.model import fp8
+from layerproof.model.checkpoint import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    TensorOfStage,
+    TensorOnDisk,
+    describe,
+    read_shard_header,
+    shards,
+    tensors_of_stage,
+)
+from layerproof.model.stages import EMBED, LM_HEAD, NORM, layer_of, layer_stage
+from layerproof.rerun.recorder import cached
+from layerproof.tensors.hdf5 import dtype_name
+
+
+def meta_model(
+    directory: Path, trust_remote_code: bool, dtype: torch.dtype | None = None, **implementations: str
+) -> PreTrainedModel:
+    """The whole model as transformers builds it from config.json, in eval mode and without memory for its weights.
+
+    `dtype` is what `load_stage` will cast weights to. `implementations` are transformers' `attn_implementation` and
+    `experts_implementation`; what is not named is left to transformers.
+
+    Raises:
+        UserError: if transformers does not know the architecture or rejects the config.
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype or torch.float32, trust_remote_code=trust_remote_code, **implementations
+            )
+    except (ValueError, TypeError, KeyError, ImportError) as error:
+        raise UserError(f"{directory / CONFIG}: transformers cannot build this model ({error}).") from error
+    return model.eval()
+
+
+def meta_stage(
+    directory: Path, stage: str, trust_remote_code: bool, dtype: torch.dtype, **implementations: str
+) -> PreTrainedModel:
+    """A `meta_model` in which the layers that are not this stage have lost their modules: most of its jobs' time would go
+    by looking through them. A process builds the model once.
+
+    Raises:
+        UserError: as `meta_model` does.
+    """
+    model = _whole_model(directory, sha256(directory / CONFIG), trust_remote_code, dtype, **implementations)
+    layers = cast("torch.nn.ModuleList", model.get_submodule(parts_of(model).layers))
+    empty: dict[int, Any] = {  # which deepcopy takes for copies of other layers' modules, parameters, hooks
+        id(held): type(held)()
+        for index, layer in enumerate(layers)
+        if index != layer_of(stage)
+        for held in vars(layer).values()
+        if isinstance(held, dict | set)
+    }
+    return copy.deepcopy(model, empty)
+
+
+@cached
+def _whole_model(
+    directory: Path, config: str, trust_remote_code: bool, dtype: torch.dtype, **implementations: str
+) -> PreTrainedModel:
+    """A `meta_model` by the digest of its config.json, too; not to be changed. Code that comes with a checkpoint is not
+    looked at: no process is shared that trusts it.
+    """
+    return meta_model(directory, trust_remote_code, dtype, **implementations)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the stages are in a transformers causal language model: dotted module names."""
+
+    embed: str
+    layers: str
+    norm: str
+    lm_head: str
+
+    def stage_of(self, parameter: str) -> str | None:
+        """The stage that owns a parameter or buffer of this name."""
+        if parameter.startswith(self.layers + "."):
+            return layer_stage(int(parameter.removeprefix(self.layers + ".").split(".")[0]))
+        for prefix, stage in ((self.embed, EMBED), (self.norm, NORM), (self.lm_head, LM_HEAD)):
+            if parameter.startswith(prefix + "."):
+                return stage
+        return None
+
+    def path_of(self, stage: str) -> str:
+        """The name of the module that a stage is."""
+        if (layer := layer_of(stage)) is not None:
+            return f"{self.layers}.{layer}"
+        return {EMBED: self.embed, NORM: self.norm, LM_HEAD: self.lm_head}[stage]
+
+
+def parameters_of(model: PreTrainedModel, stage: str) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a stage by their names in the model, also those that a tied head shares."""
+    tied = stage == LM_HEAD and model.config.get_text_config().tie_word_embeddings
+    path = parts_of(model).path_of(EMBED if tied else stage)
+    return model.get_submodule(path).state_dict(prefix=f"{path}.")
+
+
+def held_by(model: PreTrainedModel, stage: str) -> dict[str, dict[str, Any]]:
+    """`dtype` and `shape` of each parameter and buffer of a stage, as the model holds it."""
+    parameters = parameters_of(model, stage)
+    return {name: {"dtype": dtype_name(tensor), "shape": list(tensor.shape)} for name, tensor in parameters.items()}
+
+
+NORMS = ("norm", "final_layernorm", "final_layer_norm")
+"""What transformers' decoders call the norm after their last layer."""
+
+
+def parts_of(model: PreTrainedModel) -> Parts:
+    """Finds the stages' modules by transformers' own accessors.
+
+    Raises:
+        UserError: if the decoder is not an embedding, `layers`, a norm and a head, as those of transformers' style are.
+    """
+    decoder = model.get_decoder()
+    if decoder is model:  # llama4's accessor answers with the model itself
+        decoder = cast("torch.nn.Module", model.model)
+    head = model.get_output_embeddings()
+    norm = next((getattr(decoder, name) for name in NORMS if hasattr(decoder, name)), None)
+    if head is None or norm is None or not hasattr(decoder, "layers"):
+        raise UserError(
+            f"config.yaml: model.checkpoint: {type(model).__name__} is not made of an embedding, layers, a norm and a head, "
+            f"so it cannot be cut in stages. Name a decoder such as Llama, Qwen, Gemma, DeepSeek, gpt-oss or MiniMax."
+        )
+    layers = cast("torch.nn.Module", decoder.layers)
+    inside = set(layers.children())  # which would all be looked through at each call
+    names = {module: name for name, module in model.named_modules(memo=inside)}
+    return Parts(names[model.get_input_embeddings()], names[layers], names[norm], names[head])
+
+
+def conversion(model: PreTrainedModel) -> tuple[list[WeightTransform], HfQuantizer | None]:
+    """transformers' mapping from names on disk to names in memory; and of a quantised checkpoint, what dequantises it.
+
+    Raises:
+        UserError: if the checkpoint is quantised in a way that transformers cannot undo while it loads.
+    """
+    dequantized = _dequantizing(model.config)
+    if dequantized is None:
+        return get_model_conversion_mapping(model), None
+    quantizer = AutoHfQuantizer.from_config(dequantized, pre_quantized=True)
+    return get_model_conversion_mapping(model, hf_quantizer=quantizer), quantizer
+
+
+_dequantize_even = Fp8Dequantize._dequantize_one
+
+
+def _dequantize_one(
+    self: Fp8Dequantize, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Transformers' own, which takes all blocks of a side to be equal, for sides whose last block is smaller, as those of
+    DeepSeek-V3's `kv_a_proj_with_mqa` with 576 rows: it would refuse them, or divide by the wrong lines.
+    """
+    block = self.hf_quantizer.quantization_config.weight_block_size
+    if block and quantized.dtype == torch.float8_e4m3fn and scales.ndim >= 2:
+        scales = fp8.evened(scales, quantized.shape, block)
+    return _dequantize_even(self, quantized, scales, output_dtype)
+
+
+Fp8Dequantize._dequantize_one = _dequantize_one
+
+
+def dequantizing(directory: Path, trust_remote_code: bool) -> Any:
+    """The `quantization_config` for `from_pretrained` with which it loads what is not quantised; None if nothing is.
+
+    Raises:
+        UserError: as `conversion` does.
+    """
+    return _dequantizing(AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code))
+
+
+def _dequantizing(config: Any) -> Any:
+    settings = getattr(config, "quantization_config", None)
+    settings = settings or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if settings is None:
+        return None
+    try:
+        dequantized = AutoQuantizationConfig.from_dict(dict(settings))
+    except (ValueError, TypeError, ImportError) as error:
+        raise UserError(f"config.json: quantization_config: transformers cannot read it ({error}).") from error
+    if not hasattr(dequantized, "dequantize"):
+        raise UserError(
+            f"config.json: quantization_config: transformers cannot dequantize {settings.get('quant_method')} while it "
+            "loads. Name a checkpoint in FP8 or one that is not quantized."
+        )
+    dequantized.dequantize = True  # as users of a CPU get it, and without a look for a GPU
+    return dequantized
+
+
+def assign_stages(model: PreTrainedModel, names: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """By stage the tensors on disk that it needs, each with the parameter in memory it goes into; and those none needs.
+
+    A tied head needs the embedding's tensor. Names are converted by transformers' own mapping.
+    """
+    mapping, _ = conversion(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state = model.state_dict()
+    parts = parts_of(model)
+    by_stage: dict[str, dict[str, str]] = {}
+    unused = []
+    for name in names:
+        target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        stage = parts.stage_of(target) if target in state else None
+        if stage is None:
+            unused.append(name)
+        else:
+            by_stage.setdefault(stage, {})[name] = target
+    if model.config.get_text_config().tie_word_embeddings:
+        by_stage[LM_HEAD] = by_stage.get(EMBED) or by_stage.get(LM_HEAD, {})
+    return by_stage, unused
+
+
+def describe_stages(
+    directory: Path, stages: Sequence[str], trust_remote_code: bool
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What each stage reads from the checkpoint, for results/weights/STAGE.json, and tensors that no stage loads.
+
+    By stage: `{"digest", "tensors": {name: {"file", "parameter", "dtype", "shape", "sha256"}}}`, or `{"error": message}` if
+    a shard of that stage is damaged, or a tensor is not there that the index names or the model needs. The digest covers
+    names, dtypes, shapes and contents.
+
+    Raises:
+        UserError: if the checkpoint as a whole cannot be used.
+    """
+    found: dict[str, TensorOnDisk] = {}
+    damaged: dict[str, str] = {}
+    for shard in shards(directory):
+        try:
+            found |= read_shard_header(directory / shard)
+        except StageError as error:
+            damaged[shard] = str(error)
+    index = directory / INDEX
+    if damaged and not index.exists():
+        raise UserError(damaged[SINGLE])
+    expected: dict[str, str] = read_json(index)["weight_map"] if index.exists() else dict.fromkeys(found, SINGLE)
+    model = meta_model(directory, trust_remote_code)
+    by_stage, unused = assign_stages(model, sorted({*expected, *found}))
+    described = {stage: describe(stage, by_stage.get(stage, {}), found, expected, damaged) for stage in stages}
+    for stage, entry in described.items():
+        filled = {tensor["parameter"] for tensor in entry.get("tensors", {}).values()}
+        missing = sorted(parameters_of(model, stage).keys() - filled)
+        if "tensors" in entry and missing:
+            described[stage] = {
+                "error": f"{stage}: {directory} has no tensor for {missing[0]}. Copy the checkpoint again."
+            }
+    return described, unused
+
+
+def load_stage(
+    model: PreTrainedModel,
+    stage: str,
+    directory: Path,
+    description: Mapping[str, Any],
+    device: torch.device,
+    taken: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Fills the weights of one stage into a `meta_model` or `meta_stage`, in place: converted as transformers does, cast to
+    its dtype.
+
+    Parameters and buffers in `taken` (by their names in the model) are those tensors, in the model's dtype, and are not
+    read. Buffers that are computed and not loaded (rotary frequencies, embedding scale) are made for the whole model.
+
+    At no time is a tensor of all experts held twice: they are read and converted one by one.
+
+    Raises:
+        StageError: if a tensor is missing, has the wrong shape or cannot be converted.
+    """
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    taken = taken or {}
+    parts = parts_of(model)
+    tied = stage == LM_HEAD and model.config.get_text_config().tie_word_embeddings
+    parameters = {name: entry["parameter"] for name, entry in description.get("tensors", {}).items()}
+    on_disk = tensors_of_stage(directory, description)
+    declared = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    loading = _fill(model, {name: on_disk[name] for name in on_disk if parameters[name] not in taken}, device)
+    for name, tensor in taken.items():
+        replace_tensor(model, name, tensor.to(declared[name]))
+    if tied:
+        model.get_submodule(parts.lm_head).weight = model.get_input_embeddings().weight
+    missing = sorted(name for name in loading.missing_keys - set(taken) if parts.stage_of(name) == stage)
+    if missing and not tied:
+        raise StageError(f"{stage}: the checkpoint {directory} lacks {', '.join(missing)}. Copy it again.")
+    if loading.mismatched_keys:
+        name, found, wanted = sorted(loading.mismatched_keys)[0]
+        raise StageError(f"{stage}: {name} has shape {list(found)} where config.json asks for {list(wanted)}.")
+    if loading.conversion_errors:
+        name, message = sorted(loading.conversion_errors.items())[0]
+        raise StageError(f"{stage}: {name} cannot be converted ({first_line(message)}).")
+    # With a dequantiser, transformers leaves what is not quantised as it is.
+    for name in set(parameters.values()) - set(taken):
+        tensor = model.get_parameter_or_buffer(name)
+        if tensor.dtype != declared[name] == torch.promote_types(tensor.dtype, declared[name]):
+            replace_tensor(model, name, tensor.to(declared[name]))
+    with torch.no_grad(), initialization.guard_torch_init_functions():
+        _make_computed_buffers(model, device)
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """A tensor on disk that is changed as it is read."""
+
+    tensor: TensorOfStage
+    change: Callable[[torch.Tensor], torch.Tensor]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.change(self.tensor[index])
+
+    def get_dtype(self) -> str:
+        return self.tensor.get_dtype()
+
+
+def load_changed(
+    model: PreTrainedModel,
+    parameter: str,
+    directory: Path,
+    description: Mapping[str, Any],
+    device: torch.device,
+    ending: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """A parameter as it is loaded when its tensors on disk whose names end so are changed; the model stays as it is.
+
+    Raises:
+        StageError: if no tensor on disk has this ending.
+    """
+    found = {
+        name: tensor
+        for name, tensor in tensors_of_stage(directory, description).items()
+        if description["tensors"][name]["parameter"] == parameter
+    }
+    if not any(name.endswith(ending) for name in found):
+        raise StageError(f"{parameter}: no tensor on disk ends with {ending}")
+    before = model.get_parameter_or_buffer(parameter)
+    read = {name: _Changed(tensor, change) if name.endswith(ending) else tensor for name, tensor in found.items()}
+    _fill(model, read, device)
+    after = model.get_parameter_or_buffer(parameter)
+    replace_tensor(model, parameter, before)
+    return after.detach()
+
+
+def _fill(model: PreTrainedModel, read: Mapping[str, Any], device: torch.device) -> Any:
+    """Has transformers convert tensors by their names on disk, fill them into the model and say what it found."""
+    mapping, dequantizer = conversion(model)
+    config = LoadStateDictConfig(
+        dtype=model.dtype,
+        device_map={"": device},
+        weight_mapping=cast("Any", [_one_expert_at_a_time(entry) for entry in mapping]),
+        hf_quantizer=dequantizer,
+    )
+    with _read_when_needed():
+        loading, _ = convert_and_load_state_dict_in_model(model, dict(read), config)
+    return loading
+
+
+def replace_tensor(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Puts another tensor in the place of a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = tensor
+    else:
+        owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+@contextlib.contextmanager
+def _read_when_needed() -> Iterator[None]:
+    """Has transformers read a tensor when its turn comes; by itself it reads all of a checkpoint ahead, in threads."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class _OneExpertAtATime(WeightConverter):
+    """A conversion that stacks experts, done expert by expert into a tensor that is made once.
+
+    transformers collects all experts, stacks gate and up each, then joins them: three times their memory.
+    """
+
+    def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+        if len({len(readers) for readers in self.collected_tensors.values()}) != 1:
+            return super().convert(layer_name, *args, **kwargs)  # which says what is wrong
+        collected, self.collected_tensors = self.collected_tensors, {}
+        number = len(next(iter(collected.values())))
+        stacked: dict[str, torch.Tensor] = {}
+        for expert in range(number):
+            for pattern, readers in collected.items():
+                self.collected_tensors[pattern] = [readers[expert]]
+            parts: dict[str, Any] = super().convert(layer_name, *args, **kwargs)
+            for name, part in parts.items():
+                if name not in stacked:
+                    stacked[name] = part.new_empty(number, *part.shape[1:])
+                if part[0].shape != stacked[name][expert].shape:
+                    shapes = f"{list(part[0].shape)} where those before it have {list(stacked[name][expert].shape)}"
+                    raise StageError(f"{name}: expert {expert} has shape {shapes}. Copy the checkpoint again.")
+                stacked[name][expert] = part[0]
+        return stacked
+
+
+def _one_expert_at_a_time(entry: WeightTransform) -> WeightTransform:
+    """The same conversion as `_OneExpertAtATime`, if that gives the same: experts are stacked and stay the first dim."""
+    operations = [operation for operation in getattr(entry, "operations", ()) if not hasattr(operation, "hf_quantizer")]
+    stacks = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
+    keeps_first = all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in operations[1:])
+    if not isinstance(entry, WeightConverter) or not stacks or not keeps_first:
+        return entry
+    sources, targets = entry._original_source_patterns, entry._original_target_patterns
+    made = _OneExpertAtATime(list(sources), list(targets), entry.operations, entry.force_cpu)
+    made.scope_prefix, made.base_model_prefix = entry.scope_prefix, entry.base_model_prefix
+    return made
+
+
+def _make_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Computes the buffers that no checkpoint holds, by the model's own `_init_weights` as `from_pretrained` does."""
+    owners = []
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        owner.register_buffer(leaf, torch.empty_like(buffer, device=device), persistent=False)
+        owners.append(owner)
+    for owner in dict.fromkeys(owners):
+        for parameter in owner.parameters(recurse=False):
+            parameter._is_hf_initialized = True  # loaded or meant to stay on meta: not to be drawn at random
+        model._init_weights(owner)

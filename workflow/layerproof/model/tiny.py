@@ -1,0 +1,342 @@
+"""The default checkpoint: a small MiniMax-M2, trained for half a minute on public-domain text, in the released layout.
+
+Golden and port must agree on this model only if every detail is right, so each detail is made to matter: norm weights
+are far from 1, heads differ in scale, correction biases change the choice of experts, and three channels of the
+residual stream are massive. Training then makes attention and routing depend on the text. tests/unit/test_tiny.py
+measures by how much each known porting mistake shows.
+
+torch and transformers are imported inside functions, because the Snakefile reads `FILES` and runs without them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import MiniMaxM2ForCausalLM
+
+SHARDS = 3
+WEIGHTS = tuple(f"model-{i + 1:05d}-of-{SHARDS:05d}.safetensors" for i in range(SHARDS))
+FILES = (
+    "config.json",
+    "generation_config.json",
+    *WEIGHTS,
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+TEXT = Path(__file__).parents[2] / "resources" / "text.txt"
+STEPS = 240
+
+SPECIAL_TOKENS = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+PAD, BOS, EOS = range(3)
+
+# Fields and spelling of MiniMaxAI/MiniMax-M2's config.json, with smaller sizes, without remote code and FP8, and with
+# the ids of special tokens, whose defaults would lie outside this vocabulary. As there, queries are twice as wide as
+# the residual stream (so hidden_size / num_attention_heads is not head_dim), and half of each head is rotated.
+CONFIG = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 6,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "max_position_embeddings": 2048,
+    "model_type": "minimax_m2",
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "num_mtp_modules": 3,
+    "pad_token_id": PAD,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 16,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 512,
+}
+
+EMBEDDING_RMS = 0.8
+# Channel -> mean value in the embedding. Larger values would blind R on a stage's output: in bf16 one channel at 60 is
+# rounded by up to 0.125.
+MASSIVE = {17: 60.0, 71: -44.0, 105: 32.0}
+# What layers write to the massive channels, relative to the others: next to nothing, so that these channels stay.
+MASSIVE_WRITE = 1 / 64
+
+# bf16 holds multiples of 1/32 exactly from 4 up to 8, so loading in bf16 does not change a bias.
+BIAS_STEP = 1 / 32
+BIAS_SPREAD = 0.25
+BIAS_LIMIT = 0.40625
+
+
+def make(directory: Path, seed: int = 0, steps: int = STEPS, form: str = "bf16") -> None:
+    """Makes the checkpoint: `FILES` in `directory`, which is replaced if it exists.
+
+    Equal seeds give equal bytes on one machine. The files are written to a sibling of `directory`, which is then
+    renamed, so a killed job leaves no half-written checkpoint. `form` is bf16 or fp8; `steps` shortens the training, for
+    tests.
+    """
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    text = TEXT.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as temporary:
+        made = Path(temporary) / "checkpoint"
+        tokenizer = build_tokenizer(text)
+        model = train(tokenizer.encode(text).ids, seed, steps)
+        save(model, tokenizer, made)
+        if form == "fp8":
+            from layerproof.model import fp8
+
+            fp8.quantize_checkpoint(made)
+        if directory.exists():
+            directory.rename(Path(temporary) / "replaced")
+        made.rename(directory)
+
+
+def build_tokenizer(text: str) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` tokens learned from `text`, with all 256 bytes: nothing is unknown."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG["vocab_size"],
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def train(tokens: list[int], seed: int = 0, steps: int = STEPS) -> MiniMaxM2ForCausalLM:
+    """Shapes an fp32 model, trains it on `tokens`, and returns it in bf16, router and its bias in fp32.
+
+    Runs on one thread: the result then does not depend on the number of cores, and a busy machine slows it
+    down twofold, not tenfold as with threads that wait for each other.
+    """
+    import torch
+    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: Any = MiniMaxM2ForCausalLM._from_config(MiniMaxM2Config(**CONFIG), dtype=torch.float32)
+            model.set_experts_implementation("eager")
+            _shape(model)
+            _fit(model, torch.tensor(tokens), steps)
+    finally:
+        torch.set_num_threads(threads)
+
+    model.to(torch.bfloat16)
+    for layer in model.model.layers:
+        # fp32 on disk as in the release, with values that bf16 holds too, so that bf16 and fp32 choose alike.
+        layer.mlp.gate.float()
+        layer.mlp.e_score_correction_bias = layer.mlp.e_score_correction_bias.float()
+    return model.eval()
+
+
+def _shape(model: Any) -> None:
+    """Sets initial weights under which every detail of the model matters; see the comments for what each is for."""
+    import torch
+
+    def uniform(low: float, high: float, size: int) -> torch.Tensor:
+        return torch.empty(size).uniform_(low, high)
+
+    def norm_weight() -> torch.Tensor:
+        """[hidden], large because massive channels shrink the others in RMSNorm, and small at those channels."""
+        weight = uniform(2.0, 10.0, config.hidden_size)
+        weight[massive] = uniform(0.1, 0.2, len(massive))
+        return weight
+
+    def spread(low: float, high: float, size: int) -> torch.Tensor:
+        """[size], evenly spaced in random order: unequal for certain, unlike random values."""
+        return torch.linspace(low, high, size)[torch.randperm(size)]
+
+    config = model.config
+    massive = list(MASSIVE)
+    stream_rms = math.sqrt(EMBEDDING_RMS**2 + sum(value**2 for value in MASSIVE.values()) / config.hidden_size)
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        embedding.normal_(std=EMBEDDING_RMS)
+        for channel, value in MASSIVE.items():
+            embedding[:, channel] = value * uniform(0.85, 1.15, len(embedding))
+        model.model.norm.weight.copy_(norm_weight())
+        model.lm_head.weight.normal_(std=0.5 * config.hidden_size**-0.5)
+
+        bases = torch.linspace(5.125, 7.5, config.num_hidden_layers)
+        for layer, base in zip(model.model.layers, bases.tolist(), strict=True):
+            layer.input_layernorm.weight.copy_(norm_weight())
+            layer.post_attention_layernorm.weight.copy_(norm_weight())
+
+            attention = layer.self_attn
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                projection.weight.normal_(std=config.hidden_size**-0.5)
+            # Heads of unequal scale tell a norm over the whole projection from one per head.
+            attention.q_proj.weight.view(config.num_attention_heads, -1).mul_(
+                spread(0.4, 1.9, config.num_attention_heads)[:, None]
+            )
+            attention.k_proj.weight.view(config.num_key_value_heads, -1).mul_(
+                spread(0.6, 1.5, config.num_key_value_heads)[:, None]
+            )
+            attention.q_norm.weight.uniform_(0.6, 2.2)
+            attention.k_norm.weight.uniform_(0.6, 2.2)
+            attention.o_proj.weight.normal_(std=0.5 * attention.o_proj.in_features**-0.5)
+            attention.o_proj.weight[massive] *= MASSIVE_WRITE
+
+            experts = layer.mlp.experts
+            experts.gate_up_proj.normal_(std=0.8 * config.hidden_size**-0.5)
+            experts.down_proj.normal_(std=0.4 * config.intermediate_size**-0.5)
+            experts.down_proj[:, massive] *= MASSIVE_WRITE
+
+            # The level is different in each layer; only the differences within a layer act on the choice, and they
+            # are smaller than the range of the scores, so that tokens still decide.
+            favour = spread(-BIAS_SPREAD, BIAS_SPREAD, config.num_local_experts)
+            layer.mlp.e_score_correction_bias.copy_(((base + favour) / BIAS_STEP).round() * BIAS_STEP)
+            # A massive channel is nearly constant, so its column sets a level of the logits: lower for experts that
+            # the bias favours (4 is the inverse slope of the sigmoid). All are then used about equally, but not
+            # if the bias is dropped. The common -1 keeps scores and so expert weights apart from each other.
+            router = layer.mlp.gate.weight
+            router.normal_(std=1.5 * config.hidden_size**-0.5)
+            constant = layer.post_attention_layernorm.weight[massive[0]] * MASSIVE[massive[0]] / stream_rms
+            router[:, massive[0]] = (-1.0 - 4.0 * favour) / constant
+
+
+def _fit(model: Any, tokens: torch.Tensor, steps: int, batch: int = 6, length: int = 128) -> None:
+    """Trains `model` (fp32) in place on next tokens of `tokens` [n, int64] with AdamW."""
+    import torch
+    import torch.nn.functional as F
+
+    writers = [p for name, p in model.named_parameters() if name.endswith(("o_proj.weight", "down_proj"))]
+    routers = [layer.mlp.gate.weight for layer in model.model.layers]
+    slow = {id(p) for p in writers + routers}
+    # Layers that learn to write much would drown the massive channels, and routers that learn fast saturate.
+    groups = [
+        {"params": [p for p in model.parameters() if id(p) not in slow], "speed": 1.0},
+        {"params": writers + routers, "speed": 0.2},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
+    limits = [_bias_limits(layer.mlp.e_score_correction_bias) for layer in model.model.layers]
+    _freeze_massive_channels(model)
+
+    model.train()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            warmup, cosine = min(1.0, (step + 1) / 30), 0.5 + 0.5 * math.cos(math.pi * step / steps)
+            group["lr"] = 1.5e-3 * group["speed"] * warmup * cosine
+        starts = torch.randint(0, len(tokens) - length, (batch,)).tolist()
+        window = torch.stack([tokens[start : start + length + 1] for start in starts])
+        out = model(window[:, :-1], use_cache=False, output_router_logits=True, output_hidden_states=True)
+
+        loss = F.cross_entropy(out.logits.flatten(0, 1), window[:, 1:].flatten())
+        for layer, logits, limit in zip(model.model.layers, out.router_logits, limits, strict=True):
+            bias = layer.mlp.e_score_correction_bias
+            margin_loss, balance_loss, load = _routing(logits, bias, model.config.num_experts_per_tok)
+            loss = loss + min(1.0, step / 50) * margin_loss + 0.1 * balance_loss
+            if step % 2 == 0 and step < 0.8 * steps:
+                _balance(bias, load, limit)
+        # A residual stream that grows would leave the massive channels no longer massive.
+        loss = loss + 0.01 * sum(hidden.square().mean() for hidden in out.hidden_states[1:-1])
+
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def _routing(
+    logits: torch.Tensor, bias: torch.Tensor, top_k: int, margin: float = 0.15
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two losses on the router logits [tokens, experts] of one layer, and the load [experts] relative to a fair share.
+
+    The first asks that the last chosen expert beats the first rejected one by `margin`, so that bf16 noise does not
+    flip the choice. The second is the balance loss of Switch Transformer, for sigmoid scores.
+    """
+    scores = logits.sigmoid()
+    experts = scores.shape[-1]
+    ranked = (scores + bias).sort(dim=-1, descending=True)
+    gap = ranked.values[:, top_k - 1] - ranked.values[:, top_k]
+    load = ranked.indices[:, :top_k].flatten().bincount(minlength=experts) / (len(scores) * top_k) * experts
+    share = (scores / scores.sum(dim=-1, keepdim=True)).mean(dim=0)
+    return (margin - gap).clamp_min(0).mean(), (load * share).sum(), load
+
+
+def _bias_limits(bias: torch.Tensor) -> tuple[float, float]:
+    """How far balancing may move the biases [experts] of one layer: multiples of `BIAS_STEP` around their mean."""
+    centre = round(bias.mean().item() / BIAS_STEP) * BIAS_STEP
+    return centre - BIAS_LIMIT, centre + BIAS_LIMIT
+
+
+def _balance(bias: torch.Tensor, load: torch.Tensor, limits: tuple[float, float]) -> None:
+    """Moves the biases [experts] of over- and underused experts one step, in place.
+
+    Source: auxiliary-loss-free load balancing (DeepSeek-V3), which is what the correction bias is for.
+    """
+    bias.add_(((load < 0.5).float() - (load > 1.8).float()) * BIAS_STEP).clamp_(*limits)
+
+
+def _freeze_massive_channels(model: Any) -> None:
+    """Keeps what the embedding and the layers write to the massive channels out of the training."""
+    import torch
+
+    trained = torch.ones(model.config.hidden_size)
+    trained[list(MASSIVE)] = 0.0
+    model.model.embed_tokens.weight.register_hook(lambda gradient: gradient * trained)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.register_hook(lambda gradient: gradient * trained[:, None])
+        layer.mlp.experts.down_proj.register_hook(lambda gradient: gradient * trained[:, None])
+
+
+def save(model: Any, tokenizer: Tokenizer, directory: Path) -> None:
+    """Writes `FILES`; tensors get their released names by transformers' own conversion.
+
+    Raises:
+        RuntimeError: if the files made are not exactly `FILES`.
+    """
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    # Shards are filled one after the other, so 5 % more than an equal part gives `SHARDS` of them.
+    model.save_pretrained(directory, max_shard_size=int(size / SHARDS * 1.05), save_original_format=True)
+    for name in WEIGHTS:
+        # safetensors makes files that only their owner can read; a job in a container may run as someone else.
+        (directory / name).chmod((directory / "config.json").stat().st_mode)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": CONFIG["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+        **SPECIAL_TOKENS,
+    }
+    _write_json(directory / "tokenizer_config.json", tokenizer_config)
+    # transformers has written its own spelling (rope_parameters, dtype); the release has the older one.
+    _write_json(directory / "config.json", CONFIG)
+    generation = {"bos_token_id": BOS, "do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD}
+    _write_json(directory / "generation_config.json", generation)
+
+    made = sorted(path.name for path in directory.iterdir())
+    if made != sorted(FILES):
+        raise RuntimeError(f"{directory}: made {', '.join(made)} and not {', '.join(sorted(FILES))}.")
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

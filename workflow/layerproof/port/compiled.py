@@ -1,0 +1,205 @@
+"""A stage of the port as one compiled graph, as it is shipped: traced once, then run on other values.
+
+Weights and inputs are arguments of the graph. What else a stage's forward uses becomes a constant of it, also what is
+constant by accident only: a number that was read from a tensor, a tensor that is no parameter and no buffer. So the graph is
+traced on other values than those that it is run on, and what it computes is held against the stage run as it is (`eager`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerproof.tensors.hdf5 import dtype_name
+
+Taps = dict[str, torch.Tensor]
+Tensors = Sequence[torch.Tensor]
+
+XLA, NEURON = "xla", "neuron"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`run` takes tensors of the shapes and dtypes that it was traced with. `constants` are the tensors that tracing made
+    part of the graph, numbers among them, and `digest` is that of graph and constants; none if the compiler does not tell.
+    """
+
+    run: Callable[[Tensors], Tensors]
+    constants: tuple[torch.Tensor, ...] = ()
+    digest: str | None = None
+
+
+Trace = Callable[[Callable[..., Tensors], Tensors, str], Graph]
+"""Traces a function of tensors on these, and gives the graph a name."""
+
+
+def trace_xla(function: Callable[..., Tensors], given: Tensors, name: str) -> Graph:
+    """Traces with torch-xla: the graph that it would run, kept to be run again."""
+    import torch_xla
+
+    xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
+    # Or what is pending would be traced, too; and parameters are told by buffers, which what is still computed lacks.
+    torch_xla.sync(wait=True)
+    # Of copies, which are other tensors for what writes to them in place, such as a cache, and the same to the graph.
+    outputs = [output.to(given[0].device) for output in function(*(tensor.clone() for tensor in given))]
+    context = xla.lowering.LoweringContext(name)
+    context.build(outputs)
+    program = context.hlo()
+    place = {context.tensor_parameter_id(tensor): index for index, tensor in enumerate(given)}
+    held = context.device_parameter_id_tensor_mapping()
+    constants = {number: tensor for number, tensor in held.items() if number not in place}
+    computation = xla._xla_op_computation_from_module_proto(name, program)
+
+    def run(tensors: Tensors) -> Tensors:
+        arguments = [constants[number] if number in constants else tensors[place[number]] for number in sorted(held)]
+        return xla._xla_user_computation(f"xla::{name}", arguments, computation)
+
+    digest = hashlib.sha256(program)
+    for number in sorted(constants):
+        digest.update(_bytes(constants[number]))
+    return Graph(run, tuple(constants.values()), digest.hexdigest())
+
+
+def trace_neuron(flags: Sequence[str], folder: Path) -> Trace:
+    """Traces with torch_neuronx, compiles with neuronx-cc and these flags; what it writes is kept in `folder`."""
+
+    def trace(function: Callable[..., Tensors], given: Tensors, name: str) -> Graph:
+        import torch_neuronx  # pyright: ignore[reportMissingImports]
+
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        example = tuple(tensor.cpu() for tensor in given)
+        kept = str(folder / name)
+        traced = torch_neuronx.trace(function, example, compiler_workdir=kept, compiler_args=list(flags))
+
+        def run(tensors: Tensors) -> Tensors:
+            outputs = traced(*(tensor.cpu() for tensor in tensors))
+            return [outputs] if isinstance(outputs, torch.Tensor) else outputs
+
+        return Graph(run)
+
+    return trace
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage to compile: `call` runs it on inputs, with or without taps, with the tensors that `module` has. It is traced
+    on `others`, of the same shapes.
+    """
+
+    module: nn.Module
+    inputs: Tensors
+    others: Tensors
+    call: Callable[[Tensors, bool], Taps]
+
+    def compiled(self, trace: Trace, with_taps: bool) -> Taps:
+        """What the graph, traced on other values, makes of the stage's inputs."""
+        names, graph = self.traced(trace, with_taps, self.others)
+        outputs = graph.run([*self._weights.values(), *self.inputs])
+        return dict(zip(names, outputs, strict=True))
+
+    @property
+    def _weights(self) -> dict[str, torch.Tensor]:
+        tensors = (*self.module.named_parameters(), *self.module.named_buffers())
+        return {name: tensor.detach() for name, tensor in tensors if not tensor.is_meta}
+
+    def traced(self, trace: Trace, with_taps: bool, inputs: Tensors) -> tuple[list[str], Graph]:
+        """Names of the outputs, and the graph."""
+        weights = self._weights
+        names: list[str] = []
+
+        def function(*tensors: torch.Tensor) -> Tensors:
+            own = dict(zip(weights, tensors, strict=False))
+            taps = torch.func.functional_call(
+                _Called(self, with_taps),
+                {f"module.{name}": tensor for name, tensor in own.items()},
+                tensors[len(own) :],
+            )
+            names[:] = taps
+            return tuple(taps.values())
+
+        return names, trace(function, [*weights.values(), *inputs], "taps" if with_taps else "plain")
+
+
+class _Called(nn.Module):
+    """A stage as the call of a module, whose tensors `functional_call` can replace."""
+
+    def __init__(self, stage: Stage, with_taps: bool) -> None:
+        super().__init__()
+        self.module, self.call, self.with_taps = stage.module, stage.call, with_taps
+
+    def forward(self, *inputs: torch.Tensor) -> Taps:
+        return self.call(inputs, self.with_taps)
+
+
+def describe(stage: Stage, compiled: Taps, eager: Taps) -> dict[str, Any]:
+    """What tracing and compiling changed, as JSON: of each tap of floats the relative L2 `change` from `eager` to `compiled`
+    (null if shapes or what is not finite differ), and its `dtypes` where they differ; and what `graph_of` tells.
+
+    Both `Taps` are on the host.
+    """
+    both = [name for name in eager if name in compiled]
+    facts, _ = graph_of(stage)
+    return {
+        "change": {
+            name: relative_change(compiled[name], eager[name]) for name in both if eager[name].is_floating_point()
+        },
+        "dtypes": {
+            name: [dtype_name(eager[name]), dtype_name(compiled[name])]
+            for name in both
+            if eager[name].dtype != compiled[name].dtype
+        },
+        **facts,
+    }
+
+
+def relative_change(tensor: torch.Tensor, reference: torch.Tensor) -> float | None:
+    """The relative L2 of `tensor` against `reference` where both are finite; None if their shapes differ, or the places and
+    signs of NaN and Inf. Both are on the host.
+    """
+    if tensor.shape != reference.shape:
+        return None
+    if tensor.dtype == reference.dtype and torch.equal(tensor, reference):
+        return 0.0  # without the memory that logits take in fp64
+    tensor, reference = tensor.double(), reference.double()
+    finite = tensor.isfinite() & reference.isfinite()
+    if not torch.equal(tensor[~finite].nan_to_num(0.5), reference[~finite].nan_to_num(0.5)):
+        return None
+    return float((tensor - reference)[finite].norm() / reference[finite].norm().clamp_min(1e-300))
+
+
+def graph_of(stage: Stage) -> tuple[dict[str, Any], str]:
+    """What tracing alone tells of a stage, as JSON: the `constants` in the graph that are more than a number, and whether it
+    `depends_on_values`, because the same stage gives another graph when it is traced on other values. And its digest.
+    """
+    (_, graph), (_, other) = (stage.traced(trace_xla, False, inputs) for inputs in (stage.inputs, stage.others))
+    assert graph.digest is not None
+    constants = [_constant(tensor, stage.module) for tensor in graph.constants if tensor.numel() > 1]
+    return {"constants": constants, "depends_on_values": graph.digest != other.digest}, graph.digest
+
+
+def _constant(tensor: torch.Tensor, module: nn.Module) -> dict[str, Any]:
+    host = tensor.cpu()
+    names = (name for name, other in _attributes(module) if _is_equal(host, other))
+    return {"name": next(names, None), "dtype": dtype_name(tensor), "shape": list(tensor.shape)}
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that modules have as plain attributes."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                yield ".".join(filter(None, (path, name))), value
+
+
+def _is_equal(host: torch.Tensor, other: torch.Tensor) -> bool:
+    return host.shape == other.shape and torch.equal(host.double(), other.cpu().double())
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,234 @@
+"""Prepares a stage of the port: builds its module, loads its weights on the device, and makes it callable."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from layerproof.errors import StageError
+from layerproof.files import digest_of
+from layerproof.model import checkpoint
+from layerproof.model.stages import EMBED, layer_of
+from layerproof.port import compiled, provenance
+from layerproof.port.contract import Call, Stage, Taps
+from layerproof.port.runner import Runner
+from layerproof.rerun.recorder import unrecorded
+from layerproof.taps import OUT, collecting, tap
+from layerproof.tensors import hdf5
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One stage to run: `x` is its input in the port's dtype, token ids for `embed`; the tensors are on the device."""
+
+    runner: Runner
+    stage: str
+    description: Mapping[str, Any]
+    dtype: torch.dtype
+    ids: torch.Tensor
+    valid: torch.Tensor
+    x: torch.Tensor
+
+    @classmethod
+    def on_device(
+        cls, runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None
+    ) -> StageRun:
+        device = runner.environment.device
+        dtype = getattr(torch, runner.settings["dtype"])
+        ids = torch.from_numpy(runner.tokens.ids).to(device)
+        valid = torch.from_numpy(runner.tokens.valid).to(device)
+        x = ids if stage_input is None else hdf5.to_torch(stage_input).to(device).to(dtype)
+        return cls(runner, stage, description, dtype, ids, valid, x)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A stage that is ready to run: `call` runs it on inputs of its own, with or without taps, with the tensors of `module`.
+    `others` makes inputs of the same shapes, to trace it on. Its kind, and how its weights were converted.
+
+    `conversion` is JSON: `reads`, how often each tensor on disk was read; and by parameter of the stage its `dtype`,
+    `shape`, the names on disk that it is made `of`, whether it is `transposed`, whether it is `initial`, as `build` left it,
+    and whether it is `constant`, made by `convert` of nothing on disk.
+    """
+
+    module: nn.Module
+    inputs: Sequence[torch.Tensor]
+    others: Callable[[], Sequence[torch.Tensor]]
+    call: Call
+    kind: str
+    conversion: Mapping[str, Any]
+
+    def forward(self, with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
+        return self.call(self.inputs, with_taps, forced)
+
+    def to_compile(self) -> compiled.Stage:
+        return compiled.Stage(self.module, self.inputs, self.others(), self.call)
+
+
+def prepare_stage(job: StageRun) -> _Ready:
+    torch.manual_seed(0)  # what a port draws, such as weights that it does not load, is the same whatever ran before
+    if job.x.device.type == "xla":
+        import torch_xla
+
+        torch_xla.manual_seed(0)
+    return (_prepare_port if job.runner.port else _prepare_transformers)(job)
+
+
+def _prepare_port(job: StageRun) -> _Ready:
+    port, directory = job.runner.port, job.runner.directory
+    assert port is not None
+    config, shape = checkpoint.read_config(directory), (job.ids.shape[0], job.ids.shape[1])
+    stage = Stage(job.stage, layer_of(job.stage), config, job.dtype, job.runner.settings["options"], shape, directory)
+    module = port.build(stage)
+    if not isinstance(module, nn.Module):
+        raise StageError(f"{job.stage}: build() returns {type(module).__name__}, not a torch.nn.Module.")
+    module.eval()
+    tracing = provenance.Tracing()
+    on_disk = checkpoint.StageWeights(checkpoint.tensors_of_stage(directory, job.description))
+    weights = provenance.Watched(on_disk, tracing)
+    built = dict(module.named_parameters()) | dict(module.named_buffers())
+    state, parameters = {}, {}
+    versions: dict[int, int] = {}
+    with tracing:
+        for name, tensor in _items(job.stage, port.convert(stage, weights)):
+            parameters[name] = _described(tensor, tracing, built.get(name))
+            state[name] = _on_device(tensor, job.x.device, job.runner.environment.hardware, versions)
+    try:
+        module.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise StageError(f"{job.stage}: convert() and build() disagree: {' '.join(str(error).split())}") from error
+    left = [key for key, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+    if left:
+        raise StageError(
+            f"{job.stage}: {', '.join(left)} has no value after loading. Make it in build() or in convert()."
+        )
+    module.to(job.x.device)  # what is not in its state dict
+    positions = torch.arange(job.ids.shape[1]).to(job.ids.device)
+
+    def call(inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
+        with collecting(forced) as taps, _module_taps(module, getattr(port, "TAPS", {}) if with_taps else {}):
+            output = module(*inputs)
+        if not isinstance(output, torch.Tensor):
+            raise StageError(f"{job.stage}: the port returns {type(output).__name__}, not one tensor.")
+        return (taps if with_taps else {}) | {OUT: output}
+
+    conversion = {"reads": weights.reads, "parameters": parameters}
+
+    def others() -> Sequence[torch.Tensor]:
+        return job.x.flip(1), positions, torch.ones_like(job.valid)
+
+    return _Ready(module, (job.x, positions, job.valid), others, call, _kind(module, job.x), conversion)
+
+
+def _described(tensor: torch.Tensor, tracing: provenance.Tracing, built: torch.Tensor | None) -> dict[str, Any]:
+    sources = tracing.sources(tensor)
+    alike = built is not None and (built.device, built.dtype) == (tensor.device, tensor.dtype)
+    is_initial = not sources and alike and torch.equal(cast("torch.Tensor", built).detach(), tensor)
+    how = {"transposed": tracing.is_transposed(tensor), "initial": is_initial, "constant": tracing.is_constant(tensor)}
+    return _entry(tensor, sources) | how
+
+
+def _entry(tensor: torch.Tensor, sources: Iterable[str]) -> dict[str, Any]:
+    held = {"dtype": hdf5.dtype_name(tensor), "shape": list(tensor.shape)}
+    return held | {"of": sorted(sources), "transposed": False, "initial": False, "constant": False}
+
+
+def _prepare_transformers(job: StageRun) -> _Ready:
+    """The unmodified transformers stage. Only its experts run in a form of fixed shape, which compilers need."""
+    with unrecorded():
+        from layerproof.golden.experts import STATIC_EXPERTS, register
+        from layerproof.golden.transformers_stage import run_stage, stage_module
+        from layerproof.model import loading
+
+    register()
+    directory, trust = job.runner.directory, job.runner.settings["trust_remote_code"]
+    model = loading.meta_stage(directory, job.stage, trust, job.dtype, experts_implementation=STATIC_EXPERTS)
+    loading.load_stage(model, job.stage, directory, job.description, torch.device("cpu"))
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(job.ids.device))
+
+    def call(inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
+        x, ids, valid = inputs
+        return run_stage(model, job.stage, None if job.stage == EMBED else x, ids, valid, with_taps, forced)
+
+    of: dict[str, list[str]] = {}
+    for name, entry in job.description["tensors"].items():
+        of.setdefault(entry["parameter"], []).append(name)
+    parameters = {name: _entry(model.get_parameter_or_buffer(name), sources) for name, sources in of.items()}
+    reads = dict.fromkeys(job.description["tensors"], 1)
+    kind = _kind(stage_module(model, job.stage), job.x)
+
+    def others() -> Sequence[torch.Tensor]:
+        return job.x.flip(1), job.ids.flip(1), job.valid  # transformers leaves out the mask where there is no padding
+
+    inputs = job.x, job.ids, job.valid
+    return _Ready(model, inputs, others, call, kind, {"reads": reads, "parameters": parameters})
+
+
+def _items(stage: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors that `convert` returned or yields.
+
+    Raises:
+        StageError: if it gives something else.
+    """
+    wrong = StageError(
+        f"{stage}: convert() must return the module's state dict, a dict of tensors by name, or yield its items."
+    )
+    items = state.items() if isinstance(state, Mapping) else state
+    if not isinstance(items, Iterable):
+        raise wrong
+    for item in items:
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[1], torch.Tensor):
+            raise wrong
+        yield item
+
+
+def _on_device(
+    tensor: torch.Tensor, device: torch.device, hardware: str, versions: MutableMapping[int, int]
+) -> torch.Tensor:
+    """The tensor on the XLA device; where that is the CPU it stays where it is, since a copy would take the memory twice.
+    `versions` holds torch's count of writes into such memory, by address.
+
+    Raises:
+        StageError: if it is in memory that an earlier one stays in, and was written into since.
+    """
+    from torch_xla.utils import dlpack
+
+    aligned = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0  # XLA's own buffers begin so
+    is_float = tensor.is_floating_point() and tensor.itemsize > 1  # DLPack has no float8
+    if not (hardware == "CPU" and tensor.device.type == "cpu" and is_float and tensor.numel() and aligned):
+        return tensor.to(device)
+    version = 0 if tensor.is_inference() else tensor._version
+    if versions.setdefault(tensor.data_ptr(), version) != version:
+        raise StageError("convert() yields memory again that it wrote over. Yield each tensor in memory of its own.")
+    return dlpack.from_dlpack(tensor.detach())
+
+
+@contextlib.contextmanager
+def _module_taps(module: nn.Module, taps: Mapping[str, str]) -> Iterator[None]:
+    """Taps the outputs of submodules by the port's table; names that this stage does not have are other kinds' names."""
+    modules = dict(module.named_modules())
+    handles = [modules[path].register_forward_hook(_hook(name)) for name, path in taps.items() if path in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(name: str) -> Callable[[nn.Module, Any, Any], Any]:
+    def hand_over(module: nn.Module, args: Any, output: Any) -> Any:
+        return tap(name, output)
+
+    return hand_over
+
+
+def _kind(module: nn.Module, x: torch.Tensor) -> str:
+    """Names the kind of a stage: equal structure, shapes and dtypes mean an equal graph, whatever the weights."""
+    structure = [[name, type(part).__qualname__] for name, part in module.named_modules()]
+    shapes = [[name, str(part.dtype), list(part.shape)] for name, part in module.state_dict().items()]
+    return digest_of([structure, shapes, str(x.dtype), list(x.shape)])[:12]

@@ -1,0 +1,212 @@
+"""Runs a stage of the port on its device and writes its taps: isolated, in a chain, or forced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerproof import distributed
+from layerproof.errors import StageError
+from layerproof.port import compiled, shards
+from layerproof.port.contract import Taps
+from layerproof.port.prepare import StageRun, prepare_stage
+from layerproof.port.runner import Runner
+from layerproof.taps import OUT, in_order
+from layerproof.tensors import hdf5
+
+COMPILER_FILES = Path(".layerproof/neuron").absolute()  # before a port changes the directory
+"""Where what Neuron's compiler writes of each stage is kept: its log, and the graph that it was given."""
+
+
+def make_stage(
+    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None, output: Path
+) -> dict[str, Any]:
+    """Runs a stage of the port twice, without and with taps, and writes `port/TAP`, and how its weights were converted.
+
+    `port/out` is the output of the run without taps, as a user ships it. The two must agree: bit for bit, or at least as
+    well as bf16 can tell (relative L2 below 2^-8), or the taps do not show what the stage computes.
+
+    They are two graphs, the first just as it is shipped. As one, compiled once, XLA's CPU compiler shares what both make of
+    the weights alone, such as fp32 copies of all experts, and keeps it: a layer at full size takes twice its memory.
+
+    With `port.compile` what is written is what the stage gives as a compiled graph, and how that differs from the stage run
+    as it is.
+
+    Returns facts for the record: the device, the kind of stage, how many graphs were compiled.
+
+    Raises:
+        StageError: if the port fails on this stage, or taps change its output.
+    """
+    compilations = _compilations()
+    ready = prepare_stage(StageRun.on_device(runner, stage, description, stage_input))
+    documents = {hdf5.CONVERSION: ready.conversion}
+    with torch.no_grad():
+        plain, tapped = (_on_host(ready.forward(with_taps)) for with_taps in (False, True))
+        change = _check_taps(stage, plain, tapped, lambda: _on_host(ready.forward(with_taps=False)))
+        if trace := _trace(runner, output):
+            shipped = ready.to_compile()
+            eager = tapped | plain
+            plain, tapped = (_on_host(shipped.compiled(trace, with_taps)) for with_taps in (False, True))
+            change = _check_taps(stage, plain, tapped, lambda: _on_host(shipped.compiled(trace, with_taps=False)))
+            documents[hdf5.COMPILED] = compiled.describe(shipped, tapped | plain, eager)
+    facts = {"device": runner.environment.hardware, "kind": ready.kind, "taps_change_output": change}
+    _write(runner, output, tapped | plain, {"stage": stage, **facts}, documents)
+    return {**facts, "compilations": _compilations() - compilations}
+
+
+def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], Taps]) -> float:
+    """The relative L2 by which taps change the output.
+
+    Raises:
+        StageError: if that is more than bf16 can tell.
+    """
+    change = compiled.relative_change(tapped[OUT], plain[OUT])
+    if change is not None and change <= 2**-8:
+        return change
+    alone = distributed.world_size() == 1  # ranks run again all or none
+    again = compiled.relative_change(run_again()[OUT], plain[OUT]) if alone else 0.0
+    if again != 0:
+        raise StageError(
+            f"{stage}: two runs on the same input differ ({_by_what(again)}); the port is not deterministic. "
+            "Take out what is random, such as dropout, or give it a seed in forward."
+        )
+    raise StageError(f"{stage}: taps change the stage's output ({_by_what(change)}); they cannot be trusted.")
+
+
+def _by_what(change: float | None) -> str:
+    return "its shape, or where it is NaN or Inf" if change is None else f"relative L2 {change:.2g}"
+
+
+def _trace(runner: Runner, output: Path) -> compiled.Trace | None:
+    """How the port's stages are compiled, if they are. What Neuron's compiler writes is kept apart for each output."""
+    if distributed.world_size() > 1:
+        return None  # see trace_stage
+    if runner.settings["compile"] == compiled.NEURON:
+        folder = COMPILER_FILES / output.parent.name / output.stem
+        return compiled.trace_neuron(runner.settings["compiler_flags"], folder)
+    return compiled.trace_xla if runner.settings["compile"] == compiled.XLA else None
+
+
+def chain_stage(
+    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None, output: Path
+) -> dict[str, Any]:
+    """Runs a stage as it is shipped, without taps, and writes `port/out`, which is all of a chain that is compared.
+
+    Returns facts for the record, as `make_stage` does.
+
+    Raises:
+        StageError: if the port fails on this stage.
+    """
+    compilations = _compilations()
+    ready = prepare_stage(StageRun.on_device(runner, stage, description, stage_input))
+    with torch.no_grad():
+        if trace := _trace(runner, output):
+            plain = _on_host(ready.to_compile().compiled(trace, with_taps=False))
+        else:
+            plain = _on_host(ready.forward(with_taps=False))
+    facts = {"device": runner.environment.hardware, "kind": ready.kind}
+    _write(runner, output, plain, {"stage": stage, **facts})
+    return {**facts, "compilations": _compilations() - compilations}
+
+
+def trace_stage(
+    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None
+) -> tuple[dict[str, Any], str]:
+    """Traces a stage on one of several ranks, as `compiled.graph_of` tells. Its graph is not run: XLA's client for the CPU
+    knows no other process.
+
+    Raises:
+        StageError: if the port fails on this stage.
+    """
+    ready = prepare_stage(StageRun.on_device(runner, stage, description, stage_input))
+    with torch.no_grad():
+        ready.forward(with_taps=False)  # some make a buffer at their first call; of it nothing is computed
+        return compiled.graph_of(ready.to_compile())
+
+
+def force_stage(
+    runner: Runner,
+    stage: str,
+    description: Mapping[str, Any],
+    stage_input: hdf5.Tensor | None,
+    golden: Mapping[str, hdf5.Tensor],
+    output: Path,
+) -> None:
+    """Runs a stage of the port with the golden's tap in place of each of its own, and writes `port/TAP`.
+
+    Each tap is then made from right ones, so that every mistake shows at its own tap and nowhere else.
+
+    Raises:
+        StageError: if the port fails on this stage.
+    """
+    job = StageRun.on_device(runner, stage, description, stage_input)
+    ready = prepare_stage(job)
+    with torch.no_grad():
+        if distributed.world_size() > 1:
+            golden = _parts(golden, _on_host(ready.forward(with_taps=True)))
+        forced = {name: hdf5.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
+        found = _on_host(ready.forward(with_taps=True, forced=forced))
+    _write(runner, output, found, {"stage": stage})
+
+
+def _parts(golden: Mapping[str, hdf5.Tensor], found: Taps) -> dict[str, hdf5.Tensor]:
+    """What this rank holds of the golden's taps, by the shapes of its own."""
+    rank = torch.distributed.get_rank()
+    own = {name: shards.held(hdf5.to_array(hdf5.storable(tensor))) for name, tensor in found.items()}
+    of_ranks = distributed.of_all_ranks(own)
+    names = set(golden).intersection(*of_ranks)
+    return {name: shards.part(name, golden[name], [one[name] for one in of_ranks], rank) for name in names}
+
+
+def _write(
+    runner: Runner,
+    output: Path,
+    found: Taps,
+    attributes: Mapping[str, Any],
+    documents: Mapping[str, Any] | None = None,
+) -> None:
+    taps = {name: hdf5.to_array(hdf5.storable(found[name])) for name in in_order(found)}
+    hdf5.write(output, {"port": taps}, valid=runner.tokens.valid, attributes=attributes, documents=documents)
+
+
+def run_chain(
+    runner: Runner,
+    descriptions: Mapping[str, Mapping[str, Any]],
+    stage_input: hdf5.Tensor | None,
+    stages: Sequence[str],
+) -> hdf5.Tensor:
+    """Runs stages one on the output of the other as one graph without taps, as a whole model is compiled, and returns the
+    output of the last.
+
+    Raises:
+        StageError: if the port fails on a stage.
+    """
+    job = StageRun.on_device(runner, stages[0], descriptions[stages[0]], stage_input)
+    with torch.no_grad():
+        output = job.x
+        for stage in stages:
+            job = replace(job, stage=stage, description=descriptions[stage])
+            output = prepare_stage(job).forward(with_taps=False)[OUT]
+            job = replace(job, x=output.to(job.dtype))  # as a stage gets it from a file
+        return hdf5.to_array(hdf5.storable(_on_host({OUT: output})[OUT]))
+
+
+def _on_host(taps: Taps) -> Taps:
+    """Cuts the graph at these tensors, runs it and copies them to the host."""
+    if any(tensor.device.type == "xla" for tensor in taps.values()):
+        import torch_xla
+
+        torch_xla.sync()
+    return {name: tensor.cpu() for name, tensor in taps.items()}
+
+
+def _compilations() -> int:
+    """Graphs that XLA has compiled in this process, by its own metrics."""
+    from torch_xla.debug import metrics
+
+    data = metrics.metric_data("CompileTime")
+    return data[0] if data else 0

@@ -1,0 +1,161 @@
+"""What the report says was compared, and what was not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from layerproof.measure.rule import GROUP_LIMIT
+from layerproof.model.captured import CHAIN as CAPTURED
+from layerproof.model.stages import EMBED, LM_HEAD, NORM, layer_of, ranges
+from layerproof.report.words import NOT_COMPARED, Comparison, all_taps, counted, with_period
+
+FEW_LENGTHS = 8
+"""Up to as many prefill lengths are named."""
+
+
+def what_was_compared(
+    comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> dict[str, str]:
+    """What the verdict rests on, by topic."""
+    counts = {"pass": 0, "fail": 0, "error": 0, "missing": 0}
+    for _, _, tap in all_taps(comparisons):
+        counts[tap["status"]] += 1
+    golden, port, ranks = config["golden"], config["port"], config["parallel"]["tp"]
+    compared = {
+        "Model": config["model"]["checkpoint"],
+        "Stages": f"{len(comparisons)}: {ranges([comparison['stage'] for comparison in comparisons])}",
+        "Taps": f"{sum(counts.values())}: "
+        + ", ".join(f"{count} {status}" for status, count in counts.items() if count),
+        "Chains": ", ".join(f"{chain['chain']} ({counted(len(chain['stages']), 'stage')})" for chain in chains)
+        + ("; their R and gain do not decide" if chains else "none")
+        + (f", but how far {CAPTURED} strays does" if any(chain["chain"] == CAPTURED for chain in chains) else ""),
+        "Inputs": _inputs_text(_prompt_lengths(comparisons), config["inputs"]),
+        "Golden": f"{golden['dtype']} on {_devices(comparisons, 'golden')}; truth in float32",
+        "Port": f"{port['module'] if port['backend'] != 'transformers' else 'transformers'}, {port['dtype']} on "
+        f"{f'{ranks} ranks on ' if ranks > 1 else ''}{_devices(comparisons, 'port')}",
+        "Rule": f"a tap passes if R is at most {config['compare']['limit']:g} times what legitimate variants of the golden "
+        "reach, where R is the error of the port in units of the error of the golden, both against the fp32 truth, taken "
+        "element by element; its "
+        f"worst token, channel block, head and expert at most {GROUP_LIMIT * config['compare']['limit']:g} times",
+    }
+    kinds = {port["kind"] for port in _sides(comparisons, "port") if "kind" in port}
+    lengths, names = set(_prompt_lengths(comparisons)), {name for _, name, _ in all_taps(comparisons)}
+    if kinds and lengths:
+        covered = (counted(len(kinds), "kind"), counted(len(lengths), "prefill length"), counted(len(names), "tap"))
+        which = f" ({', '.join(map(str, sorted(lengths)))} tokens)" if len(lengths) <= FEW_LENGTHS else ""
+        compared["Covered"] = f"{covered[0]} of stage × {covered[1]}{which} × {covered[2]}, where a stage has them"
+    graphs = [port["compilations"] for port in _sides(comparisons, "port") if "compilations" in port]
+    if kinds and graphs:
+        compared["Compilation"] = f"{counted(sum(graphs), 'graph')} compiled for {counted(len(kinds), 'kind')} of stage"
+    return compared
+
+
+def unused_tensors(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - 5} more (results/weights/unused.json)" if len(names) > 5 else ""
+    loads = "is in the checkpoint and loaded" if len(names) == 1 else "are in the checkpoint and loaded"
+    return [f"{counted(len(names), 'tensor')} {loads} by no stage: {', '.join(names[:5])}{more}."]
+
+
+def what_was_not_compared(
+    comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[str]:
+    """What a reader might think was looked at and was not, one sentence each."""
+    sentences = []
+    stages = [comparison["stage"] for comparison in comparisons]
+    ends = [end for end in (EMBED, NORM, LM_HEAD) if end not in stages]
+    layers = [layer for stage in stages if (layer := layer_of(stage)) is not None]
+    gaps = bool(layers) and layers != list(range(layers[0], layers[-1] + 1))
+    if config["layers"] != "all" and (ends or gaps):  # 0-61 may be all there are
+        also = f", nor were {', '.join(ends)}" if ends else ""
+        sentences.append(f"Layers other than {config['layers']} were not compared{also} (layers in config.yaml).")
+    reasons: dict[tuple[str | None, str], list[str]] = {}
+    extra: dict[str, list[str]] = {}
+    for comparison in comparisons:
+        stage, taps = comparison["stage"], comparison["taps"]
+        if not taps or all(tap["status"] in NOT_COMPARED for tap in taps.values()):
+            reasons.setdefault((None, comparison["reason"]), []).append(stage)
+            continue
+        for name, tap in taps.items():
+            if tap["status"] in NOT_COMPARED:
+                reasons.setdefault((name, tap["reason"]), []).append(stage)
+        for name in comparison["statistics"]["port"]:
+            if name not in taps:
+                extra.setdefault(name, []).append(stage)
+    for (name, reason), found in reasons.items():
+        reason = reason.removeprefix(f"{found[0]}: ")
+        what = f"{name} of {ranges(found)}" if name else ranges(found)
+        sentences.append(f"{what} not compared: {with_period(reason)}")
+    for name, found in extra.items():
+        sentences.append(f"{name} of {ranges(found)} not compared: the golden has no such tap.")
+    left_out = {one["stage"]: one["routing"]["left_out"] for one in comparisons if one["routing"]}
+    if sum(left_out.values()):
+        sentences.append(
+            f"Taps after the router leave out {counted(sum(left_out.values()), 'token')} whose experts were nearly tied "
+            f"({ranges([stage for stage, count in left_out.items() if count])})."
+        )
+    alone = [stage for stage in stages if not any(stage in chain["stages"] for chain in chains)]
+    if not chains:
+        sentences.append("No chain was run, so errors that compound from stage to stage were not looked at.")
+    elif alone:
+        sentences.append(f"{ranges(alone)} ran alone only: no chain has them.")
+    for chain in chains:
+        for stage, entry in chain["stages"].items():
+            if entry["status"] == "error":
+                what = "has not" if chain["chain"] == CAPTURED else "ends at"
+                sentences.append(f"Chain {chain['chain']} {what} {stage}: {with_period(entry['reason'])}")
+    if config["parallel"]["tp"] > 1 and "cpu" in {port.get("device") for port in _sides(comparisons, "port")}:
+        sentences.append(
+            "The port's ranks ran on the CPU in torch alone: a device and its collectives were not looked at."
+        )
+    sentences += _experts_without_tokens(comparisons)
+    lengths = _prompt_lengths(comparisons)
+    if lengths:
+        sentences.append(f"Positions from {max(lengths)} on: no prompt is longer.")
+    sentences.append("Whole prompts in one pass were compared; decoding token by token with a cache was not.")
+    return sentences
+
+
+def _experts_without_tokens(comparisons: Sequence[Comparison]) -> list[str]:
+    """Experts of which a comparison knows nothing."""
+    idle, experts = {}, 0
+    for stage, _, tap in all_taps(comparisons):
+        if tap.get("expert_R"):
+            experts = len(tap["expert_R"])
+            idle[stage] = tap["expert_R"].count(None)
+    found = {stage: count for stage, count in idle.items() if count}
+    if not found:
+        return []
+    least, most = min(found.values()), max(found.values())
+    count = f"{most}" if least == most else f"{least} to {most}"
+    return [f"In {ranges(list(found))} {count} of the {experts} experts had no token that was compared."]
+
+
+def _devices(comparisons: Sequence[Comparison], side: str) -> str:
+    found = dict.fromkeys(str(facts["device"]) for facts in _sides(comparisons, side) if "device" in facts)
+    return ", ".join(found) or "an unknown device"
+
+
+def _sides(comparisons: Sequence[Comparison], side: str) -> list[Mapping[str, Any]]:
+    """What a side says of how it ran, for each stage that does say so."""
+    return [comparison[side] for comparison in comparisons if comparison.get(side)]
+
+
+def _inputs_text(lengths: Sequence[int], inputs: Mapping[str, Any]) -> str:
+    file = inputs["prompts"] or inputs["token_ids"]
+    if not lengths:
+        return file
+    prompts = f"{counted(len(lengths), 'prompt')} of {min(lengths)} to {max(lengths)} tokens"
+    return f"{prompts}, {sum(lengths)} in all, from {file}"
+
+
+def _prompt_lengths(comparisons: Sequence[Comparison]) -> list[int]:
+    """Tokens compared by prompt, from the tap with the most: those after a router may leave some out."""
+    lengths = (
+        [len(row) - row.count(None) for row in tap["token_R"]]
+        for _, _, tap in all_taps(comparisons)
+        if "token_R" in tap
+    )
+    return max(lengths, key=sum, default=[])

@@ -1,0 +1,267 @@
+"""results/report.html: the verdict in a sentence, what it rests on, and for each stage what to do about it.
+
+The page is whole in itself: the plots are inside, nothing is fetched, and it can be read without JavaScript. This
+module turns the files of a run into words and numbers; the template lays them out.
+"""
+
+from __future__ import annotations
+
+import base64
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from layerproof import environment
+from layerproof.measure.rule import FIXED_CLOSE, FIXED_CORRELATION, FIXED_MAX_ABS, FIXED_MEAN_ABS, decisive
+from layerproof.model.captured import CHAIN as CAPTURED
+from layerproof.model.stages import LM_HEAD
+from layerproof.report import weights as report_weights
+from layerproof.report.coverage import unused_tensors, what_was_compared, what_was_not_compared
+from layerproof.report.manifest import git_state
+from layerproof.report.sentences import diagnosis_sentences, largest_R, verdict_sentences
+from layerproof.report.words import NOT_COMPARED, Comparison, counted, number, share
+from layerproof.rerun.recorder import REPOSITORY
+from layerproof.taps import OUT, in_order
+from layerproof.tensors.tensor import brackets
+
+FIXED = {
+    "max_abs": f"max abs < {FIXED_MAX_ABS:g}",
+    "mean_abs": f"mean abs < {FIXED_MEAN_ABS:g}",
+    "close": f"{FIXED_CLOSE:.0%} of the elements close",
+    "cosine": f"cosine > {FIXED_CORRELATION:g}",
+    "pearson": f"Pearson > {FIXED_CORRELATION:g}",
+}
+
+
+def render(
+    template: Path,
+    verdicts: Mapping[str, Any],
+    comparisons: Sequence[Comparison],
+    chains: Sequence[Mapping[str, Any]],
+    diagnoses: Sequence[Mapping[str, Any]],
+    plots: Mapping[str, Path],
+    unused: Sequence[str],
+    audit: Mapping[str, Any],
+    trimmed: Sequence[Mapping[str, Any]],
+    preflights: Sequence[Mapping[str, Any]],
+    spec: Mapping[str, Any],
+) -> str:
+    """The report as HTML.
+
+    `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of
+    results/verdicts.json, results/compare, results/compare/chain and results/diagnosis; `plots` are SVG files by stage,
+    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `audit`, `trimmed` and
+    `preflights` (golden, port) are the contents of the files of that name; `spec` is the job's, with the resolved `config`.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "brackets": brackets, "share": share}
+    config = spec["config"]
+    images = {name: _data_uri(path) for name, path in plots.items()}
+    limit = config["compare"]["limit"]
+    headline, *details = verdict_sentences(verdicts, comparisons, chains, diagnoses, limit)
+    by_stage = {diagnosis["stage"]: diagnosis for diagnosis in diagnoses}
+    return environment.get_template(template.name).render(
+        overall=verdicts["overall"],
+        headline=headline,
+        details=details,
+        compared=what_was_compared(comparisons, chains, config),
+        not_compared=[*what_was_not_compared(comparisons, chains, config), *unused_tensors(unused)],
+        map=images.get("map"),
+        depth=images.get("depth"),
+        logits=_logits(comparisons, chains),
+        stages=[_stage(one, by_stage.get(one["stage"]), chains, images, limit) for one in comparisons],
+        chains=chains,
+        audit=report_weights.section(audit, trimmed),
+        limit=limit,
+        config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+        preflights=preflights,
+        origin=_origin(),
+        surroundings=_surroundings(preflights, spec),
+    )
+
+
+# Tables
+
+
+def _logits(comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each run that reached the logits."""
+    runs = [("lm_head alone", one.get("logits")) for one in comparisons if one["stage"] == LM_HEAD]
+    runs += [(f"chain {chain['chain']}", chain["logits"]) for chain in chains if LM_HEAD in chain["stages"]]
+    return [{"run": run, "logits": logits, "greedy": _greedy(logits) if logits else None} for run, logits in runs]
+
+
+def _greedy(logits: Mapping[str, Any]) -> str:
+    pairs = list(zip(logits["greedy"]["golden"], logits["greedy"]["port"], strict=True))
+    wrong = [f"prompt {i}: {port} for {golden}" for i, (golden, port) in enumerate(pairs) if golden != port]
+    return f"{len(pairs) - len(wrong)} of {len(pairs)}" + (f" ({'; '.join(wrong[:8])})" if wrong else "")
+
+
+def _stage(
+    comparison: Comparison,
+    diagnosis: Mapping[str, Any] | None,
+    chains: Sequence[Mapping[str, Any]],
+    images: Mapping[str, str],
+    limit: float,
+) -> dict[str, Any]:
+    """What the template shows of one stage."""
+    stage, taps = comparison["stage"], comparison["taps"]
+    compared = {name: tap for name, tap in taps.items() if tap["status"] not in NOT_COMPARED}
+    out = taps.get(OUT, {})
+    worst = largest_R([comparison]) if compared else None
+    statistics = comparison.get("statistics", {})
+    golden, port = statistics.get("golden", {}), statistics.get("port", {})
+    return {
+        "name": stage,
+        "status": comparison["status"],
+        "reason": comparison["reason"],
+        "diagnosis": diagnosis_sentences(diagnosis, limit) if diagnosis else [],
+        "first_failing": next((name for name, tap in taps.items() if tap["status"] == "fail"), None),
+        "out_R": out.get("R"),
+        "worst": {"tap": worst[1], "R": worst[2]} if worst and worst[2] is not None else None,
+        "taps": [_tap(name, tap, limit) for name, tap in taps.items()] if compared else [],
+        "names": list(taps),
+        "failing": [(name, tap["reason"]) for name, tap in taps.items() if tap["status"] == "fail"],
+        "routing": _routing_text(comparison["routing"]) if comparison["routing"] else None,
+        "fixed": [(text, out["fixed"][key]) for key, text in FIXED.items()] if "fixed" in out else [],
+        "statistics": [
+            {
+                "tap": name,
+                "sides": [golden.get(name, {}), port.get(name, {})],
+                "padding": taps.get(name, {}).get("padding"),
+            }
+            for name in in_order({*golden, *port})
+        ],
+        "chained": [(chain["chain"], chain["stages"][stage]) for chain in chains if stage in chain["stages"]],
+        "plot": images.get(stage),
+        "port": comparison.get("port") or {},
+        "commands": [
+            f"snakemake --cores 1 --forcerun results/port/{stage}.h5 -- results/compare/{stage}.json",
+            *(
+                _chain_command(chain["chain"], stage)
+                for chain in chains
+                if stage in chain["stages"] and chain["chain"] != CAPTURED
+            ),
+        ],
+    }
+
+
+def _tap(name: str, tap: Mapping[str, Any], limit: float) -> dict[str, Any]:
+    """A row of the table of taps; the metrics keep their names of metrics.compare."""
+    return {
+        "name": name,
+        "status": tap["status"],
+        "tap": tap,
+        "metrics": tap.get("kind"),
+        "text": _exact_text(tap) if tap.get("kind") == "exact" else tap["reason"],
+        "decisive": decisive(tap, limit) if tap.get("kind") == "float" else None,
+        "worst": _worst_place(tap),
+        "nonfinite": _nonfinite_text(tap) if tap.get("kind") == "float" else None,
+        "fixed": _fixed_text(tap["fixed"]) if "fixed" in tap else None,
+    }
+
+
+def _exact_text(tap: Mapping[str, Any]) -> str:
+    differ, golden = tap["mismatches"]["port_truth"], tap["mismatches"]["golden_truth"]
+    where = f", first at {brackets(tap['first']['port_truth'])}" if differ else ""
+    return f"integers: differ from the truth in {differ} of {tap['tokens']} tokens{where}; the golden in {golden}"
+
+
+def _routing_text(routing: Mapping[str, Any]) -> str:
+    flips, excused = routing["flips"], routing["excused"]
+    if flips is None:
+        return (
+            f"the port's choice of experts is not known, so tokens at which it takes the other of two near-ties count in "
+            f"full. The taps after the router leave {counted(routing['golden_flips'], 'token')} out, at which the golden "
+            f"chooses other experts than the truth."
+        )
+    if not flips and not routing["golden_flips"]:
+        return f"port and golden choose the same experts as the truth for all {counted(routing['tokens'], 'token')}."
+    return (
+        f"the port chooses other experts than the truth for {flips} of {counted(routing['tokens'], 'token')}, "
+        f"the golden for {routing['golden_flips']}. Of the port's flips {excused} "
+        f"{'is a near-tie' if excused == 1 else 'are near-ties'} and excused: "
+        f"the noise explains margins up to {number(routing['noise_margin'])}, "
+        f"the largest is {number(routing['largest_margin'])}. "
+        f"The taps after the router leave {counted(routing['left_out'], 'token')} out."
+    )
+
+
+def _worst_place(tap: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The token, head, block of channels or expert with the largest R."""
+    places = []
+    if token := tap.get("worst_token"):
+        places.append({"R": token["R"], "text": f"token {brackets(token['index'])}"})
+    if head := tap.get("worst_head"):
+        places.append({"R": head["R"], "text": f"head {head['index']}"})
+    if expert := tap.get("worst_expert"):
+        places.append({"R": expert["R"], "text": f"tokens of expert {expert['index']}"})
+    if block := tap.get("worst_block"):
+        first, end = block["channels"]
+        places.append(
+            {"R": block["R"], "text": f"channel {first}" if end - first == 1 else f"channels {first}–{end - 1}"}
+        )
+    return max(places, key=lambda place: place["R"], default=None)
+
+
+def _nonfinite_text(tap: Mapping[str, Any]) -> str:
+    found = [
+        f"{side}: {seen['nan']} NaN, {seen['inf']} Inf, first {brackets(seen['first'])}"
+        for side, seen in ((side, tap["nonfinite"][side]) for side in ("port", "golden", "truth"))
+        if seen["nan"] or seen["inf"]
+    ]
+    return "; ".join(found) or "none"
+
+
+def _fixed_text(fixed: Mapping[str, bool | None]) -> str:
+    known = [holds for holds in fixed.values() if holds is not None]
+    return f"{sum(known)} of {len(known)}"
+
+
+def _chain_command(chain: str, stage: str) -> str:
+    """Runs a stage of a chain and those after it that it reaches."""
+    return f"snakemake --cores 1 --forcerun results/chain/{chain}/{stage}.h5 -- results/compare/chain/{chain}.json"
+
+
+# Surroundings
+
+
+def _origin() -> dict[str, str]:
+    git = git_state()
+    state = {True: ", with uncommitted changes", False: "", None: ""}[git["dirty"]]
+    return {"Layerproof": _version(), "Commit": f"{git['commit']}{state}"}
+
+
+def _surroundings(preflights: Sequence[Mapping[str, Any]], spec: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """Software and hardware by name, of the golden, the port and this report; empty where one has no such thing."""
+    parts = {"Software": "software", "Hardware": "hardware"}
+    here = {"software": environment.software(spec), "hardware": environment.hardware()}
+    all_of_them = [*preflights, here]
+    return {
+        title: {
+            name: [one[part].get(name, "") for one in all_of_them]
+            for name in dict.fromkeys(name for one in all_of_them for name in one[part])
+        }
+        for title, part in parts.items()
+    }
+
+
+def _version() -> str:
+    try:
+        return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        return "unknown"
+
+
+def _data_uri(svg: Path) -> str:
+    """An image apart from the page's own names and styles, which inlined SVGs would share with it."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode()}"

@@ -1,0 +1,329 @@
+"""The verdict of the report in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from layerproof.measure.rule import GROUP_LIMIT, deciding, decisive, group_limits, place
+from layerproof.model.captured import CHAIN as CAPTURED
+from layerproof.model.stages import ranges
+from layerproof.report.words import (
+    NOT_COMPARED,
+    Comparison,
+    all_taps,
+    counted,
+    number,
+    number_above,
+    share,
+    with_period,
+)
+
+EXACT = 0.01
+"""Below this R a cause is said to explain a tap exactly: the port's error is next to nothing beside a rounding."""
+
+SHOWN = 3
+"""Reasons why stages could not run that the verdict gives."""
+
+
+# Sentences
+
+
+def verdict_sentences(
+    verdicts: Mapping[str, Any],
+    comparisons: Sequence[Comparison],
+    chains: Sequence[Mapping[str, Any]],
+    diagnoses: Sequence[Mapping[str, Any]],
+    limit: float,
+) -> list[str]:
+    """What came out, as one would say it to a colleague: the first sentence is the verdict."""
+    stopped = [comparison for comparison in comparisons if comparison["status"] in NOT_COMPARED]
+    culprit = verdicts["first_culprit"]
+    agreeing = sum(tap["status"] == "pass" for _, _, tap in all_taps(comparisons))
+    if culprit:
+        failed = sum(comparison["status"] == "fail" for comparison in comparisons)
+        counts = f"{failed} of {counted(len(comparisons), 'stage')} {'fails' if failed == 1 else 'fail'}."
+        culprits = {diagnosis["stage"]: diagnosis["culprits"] for diagnosis in diagnoses if diagnosis["culprits"]}
+        order = [comparison["stage"] for comparison in comparisons]
+        before = [one for one in stopped if order.index(one["stage"]) < order.index(culprit["stage"])]
+        return [
+            *(_first_stopped(before) if before else []),
+            *_culprit(culprit, comparisons, culprits.get(culprit["stage"], []), limit),
+            *_other_culprits(culprit["stage"], culprits),
+            counts,
+            *_passing_on(culprit["stage"], comparisons, chains),
+            *_captured(chains, alone=False),
+            *_first_stopped([one for one in stopped if one not in before]),
+        ]
+    if not agreeing:
+        return ["Nothing was compared, so nothing is known of the port.", *_first_stopped(stopped)]
+    if stopped:
+        passed = len(comparisons) - len(stopped)
+        rest = f"The other {counted(passed, 'stage')} {'passes' if passed == 1 else 'pass'}." if passed else ""
+        return [*_first_stopped(stopped), *([rest] if rest else [])]
+    broken = [chain for chain in chains if chain["status"] in NOT_COMPARED]
+    if broken:
+        stage, entry = next(
+            (stage, entry) for stage, entry in broken[0]["stages"].items() if entry["status"] in NOT_COMPARED
+        )
+        return [
+            f"Every stage passes alone, but chain {broken[0]['chain']} broke at {stage}: {with_period(entry['reason'])}",
+            *_captured(chains, alone=False),
+            f"{counted(len(comparisons), 'stage')} and {counted(agreeing, 'tap')} agree with the golden.",
+        ]
+    if any(chain["first_wrong"] for chain in chains):
+        return [
+            *_captured(chains, alone=True),
+            f"{counted(len(comparisons), 'stage')} and {counted(agreeing, 'tap')} agree with the golden.",
+        ]
+    missing = sum(tap["status"] == "missing" for _, _, tap in all_taps(comparisons))
+    stage, name, R = largest_R(comparisons)
+    every = f"all {len(comparisons)} stages" if len(comparisons) > 1 else f"{stage} alone"
+    scope = (
+        f"{every} and {counted(agreeing, 'tap')} agree with the golden"
+        if not missing
+        else f"{counted(len(comparisons), 'stage')} and {counted(agreeing, 'tap')} agree with the golden, "
+        f"{counted(missing, 'tap')} could not be looked at"
+    )
+    return [
+        f"The port passes: {scope} (largest R {number(R)} at {stage} {name}).",
+        *_margin(comparisons, limit),
+        *_captured(chains, alone=True),
+        *_end_to_end(chains),
+    ]
+
+
+def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
+    """What came out of the compiled model that was captured, if one was; `alone` if every stage passes alone."""
+    for chain in chains:
+        if chain["chain"] == CAPTURED:
+            first = chain["first_wrong"]
+            order = [stage for stage, entry in chain["stages"].items() if entry["status"] not in NOT_COMPARED]
+            if not order:
+                return []
+            if not first:
+                return [f"The compiled model that was captured strays no further than right ones do ({ranges(order)})."]
+            before = order[: order.index(first)]
+            where = f"{f'behind {before[-1]}, ' if before else ''}by {first}"
+            if not alone:
+                return [f"The compiled model that was captured goes wrong {where}."]
+            return [
+                f"Every stage passes alone, but the compiled model that was captured goes wrong {where}.",
+                "What is wrong is in neither the stages' code nor their weights as they were run here, but in what "
+                "compiling the whole adds: other weights or prompts, ranks and their slices, constants, compiler flags, "
+                "kernels.",
+            ]
+    return []
+
+
+def _culprit(
+    first: Mapping[str, Any], comparisons: Sequence[Comparison], culprits: Sequence[Mapping[str, Any]], limit: float
+) -> list[str]:
+    """The first culprit with its cause, or with what is known of its error, and what else is wrong in its stage."""
+    stage, name = first["stage"], first["tap"]
+    order = [comparison["stage"] for comparison in comparisons]
+    ran = all(one["status"] not in NOT_COMPARED for one in comparisons[: order.index(stage)])
+    where = f"{stage} is the first {'' if ran else 'of those that ran '}that goes wrong, at {name}"
+    tap = comparisons[order.index(stage)]["taps"][name]
+    if not culprits or not culprits[0]["cause"]:
+        because = _because(tap, culprits, limit)
+        told = _nonfinite(tap) or tap.get("count") == 0  # by the reason itself
+        located = culprits[0]["findings"] if culprits and not told else []
+        leading, *known = [*located[:1], because, *located[1:]]
+        sentences = [f"{where}: {_lower(leading)}", *known, *(_nearest(culprits[0]) if culprits else [])]
+    else:
+        cause = culprits[0]["cause"]
+        sentences = [f"{where}: it behaves as if the port had {cause['text']} ({_explained(cause)})."]
+        sentences += (
+            [f"Where it is not NaN or Inf, that is. {_because(tap, culprits, limit)}"] if _nonfinite(tap) else []
+        )
+    return sentences + _in_the_same_stage(culprits)
+
+
+def _because(tap: Mapping[str, Any], culprits: Sequence[Mapping[str, Any]], limit: float) -> str:
+    """What made a tap fail, as a sentence."""
+    R, allowed, where = deciding(tap, limit)
+    because = tap["reason"] or f"it is wrong by R {number(culprits[0]['R'])} where its input is right"
+    if R is not None and allowed < R and not _nonfinite(tap):
+        because = f"R is {number_above(R, allowed)}{f' at {where}' if where else ''} where {allowed:.4g} is allowed"
+    return with_period(because[0].upper() + because[1:])
+
+
+def _nonfinite(tap: Mapping[str, Any]) -> bool:
+    """Whether a tap fails by NaN or Inf, which its reason then tells."""
+    found = tap.get("nonfinite")
+    return bool(found and (found["port_differs"]["count"] or found["reference_differs"]["count"]))
+
+
+def _lower(sentence: str) -> str:
+    """A sentence as it goes on behind a colon; R and NaN stay."""
+    return sentence if sentence[:2] in ("R ", "Na") else sentence[0].lower() + sentence[1:]
+
+
+def _explained(cause: Mapping[str, Any]) -> str:
+    """How well a cause explains its tap, and how well the next does."""
+    runner_up = cause["runner_up"]
+    exact = cause["R_explained"] < EXACT
+    best = "explains it exactly" if exact else f"explains it to R = {number(cause['R_explained'])}"
+    return f"{best}; next best {number(runner_up['R_explained'])}" if runner_up else f"{best}; nothing else comes near"
+
+
+def _nearest(culprit: Mapping[str, Any]) -> list[str]:
+    """What is to be said of a culprit without a cause."""
+    if not culprit["tried"]:
+        return [] if culprit["findings"] else ["No known mistake shows first at this tap."]
+    nearest = culprit["nearest"]
+    if not nearest:
+        return [f"None of the {culprit['tried']} known mistakes that were tried explains it or comes near."]
+    return [
+        f"None of the {culprit['tried']} known mistakes that were tried explains it; the nearest, as if the port had "
+        f"{nearest['text']}, leaves R {number(nearest['R_explained'])}."
+    ]
+
+
+def _in_the_same_stage(culprits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Other taps of the first failing stage that are wrong of themselves: by the same cause, by another, by none known."""
+    first = culprits[0]["cause"] if culprits else None
+    by_cause: dict[str | None, list[str]] = {}
+    for culprit in culprits[1:]:
+        by_cause.setdefault(culprit["cause"] and culprit["cause"]["text"], []).append(culprit["tap"])
+    sentences = []
+    for text, taps in by_cause.items():
+        where = f"{_listed(taps)} {'is' if len(taps) == 1 else 'are'} wrong"
+        if text is None:
+            sentences.append(f"In this stage {where} too, and not only because of that.")
+        elif first and text == first["text"]:
+            sentences.append(f"In the same way {where}.")
+        else:
+            sentences.append(f"In this stage {where} too, as if the port had {text}.")
+    return sentences
+
+
+def _other_culprits(first: str, culprits: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """The other stages that fail, by what is wrong in them."""
+
+    def mistakes(stage: str) -> tuple[tuple[str, str | None], ...]:
+        return tuple((one["tap"], one["cause"] and one["cause"]["text"]) for one in culprits[stage])
+
+    alike: dict[tuple[tuple[str, str | None], ...], list[str]] = {}
+    for stage in culprits:
+        if stage != first:
+            alike.setdefault(mistakes(stage), []).append(stage)
+    sentences = []
+    for wrong, stages in alike.items():
+        fails = "fails" if len(stages) == 1 else "fail"
+        if first in culprits and wrong == mistakes(first):
+            sentences.append(f"{ranges(stages)} {fails} in the same way.")
+            continue
+        by_text: dict[str | None, list[str]] = {}
+        for tap, text in wrong:
+            by_text.setdefault(text, []).append(tap)
+        parts = [
+            f"at {_listed(taps)}{f', as if the port had {text}' if text else ''}" for text, taps in by_text.items()
+        ]
+        located = culprits[stages[0]][0]["findings"] if len(stages) == 1 and not wrong[0][1] else []
+        sentences.append(" ".join([f"{ranges(stages)} {fails} {'; and '.join(parts)}.", *located[:1]]))
+    return sentences
+
+
+def _passing_on(first: str, comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Stages behind the first culprit that are right, and whose chained output is wrong only because of what feeds them."""
+    order = [comparison["stage"] for comparison in comparisons]
+    behind = [one["stage"] for one in comparisons[order.index(first) + 1 :] if one["status"] == "pass"]
+    through = [chain["stages"] for chain in chains if first in chain["stages"]]
+    chained = {stage for stages in through for stage, entry in stages.items() if entry["status"] == "pass"}
+    passing = [stage for stage in behind if stage in chained]
+    if not passing:
+        return []
+    return [
+        f"{ranges(passing)} {'is right and only passes' if len(passing) == 1 else 'are right and only pass'} the error on."
+    ]
+
+
+def _margin(comparisons: Sequence[Comparison], limit: float) -> list[str]:
+    """How sure a pass is: how much of what is allowed the worst tap uses."""
+    used = []
+    for stage, name, tap in all_taps(comparisons):
+        if tap.get("kind") == "float":
+            R, allowed = decisive(tap, limit)
+            used += [(R / allowed, stage, name, "")] if R is not None else []
+            groups = group_limits(tap, limit)
+            used += [(R / allowed, stage, name, f" at {place(tap, kind)}") for kind, R, allowed in groups]
+    if not used:
+        return []
+    most, stage, name, where = max(used)
+    return [
+        f"{name} of {stage} comes nearest to its limit, with {share(most)} of the error that is allowed{where}. More than "
+        f"{limit:g} times what legitimate variants of the golden reach at a tap would have failed, and more than "
+        f"{GROUP_LIMIT * limit:g} times what they reach at its worst token, head, channel block or expert; less "
+        "would not have been seen."
+    ]
+
+
+def diagnosis_sentences(diagnosis: Mapping[str, Any], limit: float) -> list[tuple[str | None, str]]:
+    """(tap, what is wrong there) of a stage that fails, and what is to be said of all of them."""
+    if diagnosis["reason"]:
+        return [(None, f"Not diagnosed: {with_period(diagnosis['reason'])}")]
+    lines: list[tuple[str | None, str]] = []
+    explained = diagnosis["together"] and diagnosis["together"]["explains"]
+    for culprit in diagnosis["culprits"]:
+        cause = culprit["cause"]
+        known = (
+            [f"As if the port had {cause['text']} ({cause['name']}; {_explained(cause)})."]
+            if cause
+            else _nearest(culprit)
+        )
+        found = "Wrong of itself" if culprit["forced"] else "Fails, though no tap does when what feeds it is right"
+        if explained and not cause:
+            found = (
+                "Wrong too, though the mistakes named account for the output: its value may be dropped behind the tap"
+            )
+        if culprit["R"] is not None and culprit["R"] > limit:  # or it is NaN or Inf that is wrong
+            found += f", R {number(culprit['R'])}" + (f" at {culprit['at']}" if culprit["at"] else "")
+            found += " with the golden's taps before it" if culprit["forced"] else ""
+        found += "."
+        lines.append((culprit["tap"], " ".join([found, *known, *culprit["findings"]])))
+    together = diagnosis["together"]
+    if together:
+        these = "this mistake" if len(together["causes"]) == 1 else "these mistakes"
+        text = "gives the port's output" if together["explains"] else "does not yet give the port's output"
+        lines.append((None, f"With {these} put in, the golden {text}: R {number(together['R_explained'])}."))
+    return lines
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _first_stopped(stopped: Sequence[Comparison]) -> list[str]:
+    """The stages that could not run, by reason: the errors, or if there are none what is missing."""
+    errors = [comparison for comparison in stopped if comparison["status"] == "error"]
+    by_reason: dict[str, list[str]] = {}
+    for comparison in errors or stopped[:1]:
+        by_reason.setdefault(comparison["reason"].removeprefix(f"{comparison['stage']}: "), []).append(
+            comparison["stage"]
+        )
+    sentences = [
+        f"{ranges(stages)} could not be compared: {with_period(reason)}"
+        for reason, stages in list(by_reason.items())[:SHOWN]
+    ]
+    named = sum(map(len, list(by_reason.values())[:SHOWN]))
+    rest = len(stopped) - named
+    return [*sentences, *([f"Nor could {counted(rest, 'more stage')}."] if rest else [])]
+
+
+def _end_to_end(chains: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"On its own outputs (chain {chain['chain']}) it finds the same token most likely as the golden at "
+        f"{share(chain['logits']['argmax'])} of the positions."
+        for chain in chains
+        if chain["logits"]
+    ]
+
+
+def largest_R(comparisons: Sequence[Comparison]) -> tuple[str, str, float | None]:
+    """Stage, tap and R; a tap of integers has no R and is the largest only if there is no other."""
+    return max(
+        ((stage, name, tap.get("R")) for stage, name, tap in all_taps(comparisons)),
+        key=lambda found: -1 if found[2] is None else found[2],
+    )

@@ -1,0 +1,82 @@
+"""What the report says of weights, memory and disk: results/audit.json in words."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from layerproof.files import size
+from layerproof.model.stages import layer_of, ranges
+
+
+def section(audit: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The `rows` of the table of weights, `findings` and `notes` as sentences, and what the run takes, with `machines`."""
+    run = audit["run"]
+    return {
+        "rows": _rows(audit["stages"]),
+        "findings": _sentences(audit["stages"], notes=False),
+        "notes": _sentences(audit["stages"], notes=True),
+        "run": {
+            "Golden, largest stage": size(run["golden"]),
+            "Golden, whole model in one process": size(run["whole"]),
+            "Port, largest stage": size(run["port"]),
+            "Tensors of this run in results/": size(run["files"]),
+            "Of these kept with compare.taps: auto, if all stages pass": size(run["kept"]),
+            **_dropped([one for stage in trimmed for one in stage["files"].values()]),
+        },
+        "machines": run["machines"],
+    }
+
+
+def lines(section: Mapping[str, Any]) -> Iterator[str]:
+    """A `section` as a person reads it on a terminal."""
+    for row in section["rows"]:
+        held = f"{row['disk']} on disk; {row['golden']} in the golden; {row['port']} in the port"
+        yield f"{row['stages']}: {held}; golden job {row['golden_job']}, port job {row['port_job']}, files {row['files']}"
+    for kind in ("findings", "notes"):
+        yield from (f"{kind[:-1]}: {sentence}" for sentence in section[kind])
+    yield from (f"{topic}: {text}" for topic, text in section["run"].items())
+    for row in section["machines"]:
+        stage, whole = ("fits" if row[what] else "does not fit" for what in ("stage", "whole"))
+        yield f"{row['machine']}, {row['side']}: a stage {stage}; the whole model {whole} ({row['devices']} devices have it)"
+
+
+def _dropped(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """How much smaller files became by `layerproof trim`."""
+    if not files:
+        return {}
+    before, after = (sum(file[key] for file in files) for key in ("whole_bytes", "bytes"))
+    return {"Dropped of stages that pass": f"{size(before - after)} of {size(before)}"}
+
+
+def _rows(audited: Mapping[str, Any]) -> list[dict[str, str]]:
+    """One row for stages that follow one another and have the same weights; bytes of files differ by their names."""
+    rows = {stage: _row(entry) for stage, entry in audited.items()}
+    groups = [list(group) for _, group in groupby(rows, key=lambda stage: rows[stage])]
+    return [
+        {"stages": ranges(group), **rows[group[0]], "files": size(max(audited[stage]["files"] for stage in group))}
+        for group in groups
+    ]
+
+
+def _row(audited: Mapping[str, Any]) -> dict[str, str]:
+    predicted = audited["predicted"]
+    return {
+        **{side: _by_dtype(audited[side]) for side in ("disk", "golden", "port")},
+        **{f"{side}_job": size(predicted[side]) if predicted else "–" for side in ("golden", "port")},
+    }
+
+
+def _by_dtype(found: Mapping[str, int] | None) -> str:
+    if not found:
+        return "–"
+    return ", ".join(f"{size(count)} {dtype}" for dtype, count in sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _sentences(audited: Mapping[str, Any], notes: bool) -> list[str]:
+    """Findings, each once for all stages that have it."""
+    by_text: dict[str, list[str]] = {}
+    for stage, entry in audited.items():
+        for finding in entry["findings"]:
+            if finding["note"] == notes:
+                by_text.setdefault(finding["text"].replace(f".{layer_of(stage)}.", ".N."), []).append(stage)
+    return [f"{ranges(stages)}: {text}" for text, stages in by_text.items()]

@@ -1,0 +1,51 @@
+"""Numbers and phrases that all parts of the report share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Comparison = Mapping[str, Any]
+NOT_COMPARED = ("error", "missing")
+
+
+def all_taps(comparisons: Iterable[Comparison]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """(stage, tap name, tap) of them all, in order."""
+    return [(one["stage"], name, tap) for one in comparisons for name, tap in one["taps"].items()]
+
+
+# Words and numbers
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with this many significant digits, or a dash for one that is undefined."""
+    if value is None:
+        return "–"
+    if value == 0 or (isinstance(value, int) and abs(value) < 1e6):
+        return str(int(value))
+    if not 1e-3 <= abs(value) < 1e6:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+
+
+def number_above(value: float, limit: float) -> str:
+    """The value with as many digits as it takes to be seen above the limit."""
+    texts = (number(value, digits) for digits in range(3, 18))
+    return next(text for text in texts if float(text) > limit)
+
+
+def share(value: float | None) -> str:
+    """A share in percent; 100 % only if it is all."""
+    if value is None:
+        return "–"
+    return f"{math.floor(value * 1000) / 10:g} %"
+
+
+def with_period(sentence: str) -> str:
+    return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,222 @@
+"""Which Python functions a job ran, and a fingerprint of each that comments, docstrings and formatting do not change.
+
+A fingerprint covers what a function's behaviour depends on inside our own files: its code, the module-level names that
+it uses (constants, imports, class bodies, also of other own modules), and statements that run at import. Installed
+packages are covered by their versions, not here. Fingerprints are made from the syntax tree alone, so they can be
+compared without importing anything.
+
+An entry is `PATH::function`, `PATH::Class.method`, `PATH::=name` (a module-level binding) or `PATH::` (the statements that
+run at import). PATH is relative to the repository, or absolute outside of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from layerproof.rerun import recorder
+from layerproof.rerun.recorder import REPOSITORY, Seen, is_generated, is_own, loaded_files, modified_time
+from layerproof.rerun.source import STAR, Source, is_star, parse_file
+
+Entry = tuple[str, str]
+"""A file by its absolute path, and what is after the `::` of an entry."""
+
+
+def fingerprints(seen: Seen) -> dict[str, str]:
+    """Fingerprint by entry of the recorded functions in our own files and of all module-level code that they use.
+
+    What was edited while the job ran gets a fingerprint that nothing has, so that the job runs again.
+    """
+    _forget_what_changed()
+    entries: set[Entry] = set()
+    edited: set[str] = set()
+    for code, modified in seen.values():
+        file = code.co_filename
+        if not is_own(file) or modified is None or is_generated(Path(file), modified):
+            continue
+        if modified >= recorder.STARTED or modified_time(file) != modified:
+            edited.add(_written(file, ""))
+        else:
+            entries.add((file, _entry_of(_parsed(file), code)))
+    left = list(entries)
+    while left:
+        new = _used_by(*left.pop()) - entries
+        entries |= new
+        left += new
+    used = {_relative(file) for file, _ in entries}
+    for file, modified in loaded_files.items():  # also where no function ran, but a constant was used
+        if _relative(file) in used and modified_time(file) != modified:
+            edited.add(_written(file, ""))
+    known = {_written(file, local): _fingerprint(_parsed, file, local) for file, local in entries}
+    return dict(sorted(known.items())) | dict.fromkeys(sorted(edited), "edited while the job ran")
+
+
+def changed(recorded: Mapping[str, str]) -> list[str]:
+    """Entries whose fingerprint is not the recorded one any more."""
+    return [entry for entry, fingerprint in recorded.items() if current(entry) != fingerprint]
+
+
+def current(entry: str) -> str:
+    """Fingerprint of an entry as its file is now; a text that is no digest if the file or entry is gone or broken."""
+    name, _, local = entry.partition("::")
+    return _fingerprint(parse_file, str(REPOSITORY / name), local)
+
+
+def _fingerprint(parse: Callable[[str], Source], file: str, local: str) -> str:
+    try:
+        return parse(file).fingerprint(local)
+    except OSError:
+        return "file is gone"
+    except (SyntaxError, ValueError):
+        return "file does not parse"
+    except KeyError:
+        return "gone"
+
+
+@functools.cache
+def _parsed(file: str) -> Source:
+    """`_parse` as it was when a set of fingerprints was begun: it looks at few files thousands of times."""
+    return parse_file(file)
+
+
+def _entry_of(source: Source, code: CodeType) -> str:
+    """The entry that a code object belongs to: its outermost function, or else the module-level statement it is in."""
+    qualified = code.co_qualname.split(".<locals>")[0]
+    if qualified in source.functions:
+        return qualified
+    for name, statements in source.bindings.items():
+        if any(node.lineno <= code.co_firstlineno <= (node.end_lineno or node.lineno) for node in statements):
+            return f"={name}"
+    return ""
+
+
+def _forget_what_changed() -> None:
+    """Has `_used_by` look again if more was loaded, or a file edited, and `_parsed` in any case."""
+    _parsed.cache_clear()
+    loaded = list(map(id, sys.modules.values()))
+    if loaded != _loaded_modules or any(_state(file) != before for file, before in _looked_at.items()):
+        _loaded_modules[:] = loaded
+        _looked_at.clear()
+        _modules.cache_clear()
+        _used_by.cache_clear()
+
+
+def _state(file: str) -> Any:
+    """What `_used_by` finds in a file depends on this, besides on which modules are loaded."""
+    return modified_time(file), [
+        (name, id(value)) for name, value in _globals(file).items() if isinstance(value, ModuleType)
+    ]
+
+
+_looked_at: dict[str, Any] = {}
+"""Files in which `_used_by` looked, with their state."""
+
+_loaded_modules: list[int] = []
+"""All that were loaded then, by their identity."""
+
+
+@functools.cache
+def _used_by(file: str, local: str) -> set[Entry]:
+    """The entries in our own files that an entry uses by itself."""
+    if file not in _looked_at:
+        _looked_at[file] = _state(file)
+    source = _parsed(file)
+    entries = {(file, "")}
+    owner = local.rpartition(".")[0]
+    if owner in source.classes:
+        entries.add((file, f"={owner}"))
+    module = _modules().get(file)
+    for parts in source.uses(local):
+        used = {name for part in parts for name in part.names}
+        entries |= {(file, f"={name}") for name in used & source.bindings.keys()}
+        if module is not None:
+            _add_starred(module, source, used - source.bindings.keys(), entries)
+        for part in parts:
+            here = _globals(file)
+            for statement in part.imports:
+                if local and isinstance(statement, ast.ImportFrom) and module is not None:
+                    _add_imported(module, statement, local, entries)
+                if isinstance(statement, ast.Import):
+                    here |= _imported_modules(statement)
+                elif isinstance(statement, ast.ImportFrom) and module is not None:
+                    target = _target(module, statement)
+                    here |= {alias.asname or alias.name: getattr(target, alias.name, None) for alias in statement.names}
+            for chain in part.chains:
+                _add_attribute(here, chain, entries)
+    return entries
+
+
+def _globals(file: str) -> dict[str, Any]:
+    module = _modules().get(file)
+    return dict(vars(module)) if module is not None else {}
+
+
+def _add_starred(module: ModuleType, source: Source, names: set[str], entries: set[Entry]) -> None:
+    """Adds names that a module does not bind itself but has from `from ... import *`."""
+    stars = [node for bound in source.bindings.get(STAR, []) for node in ast.walk(bound) if is_star(node)]
+    for statement in stars if names else []:
+        target = _target(module, statement)
+        file = getattr(target, "__file__", None)
+        if target is None or not file or not is_own(file):
+            continue
+        starred = _parsed(file)
+        entries |= {(file, f"={name}") for name in names & starred.bindings.keys()}
+        _add_starred(target, starred, names - starred.bindings.keys(), entries)
+
+
+def _imported_modules(statement: ast.Import) -> dict[str, ModuleType | None]:
+    """Module by the local name that `import a.b` (`a`) or `import a.b as c` (`c`) binds."""
+    names = ((alias.asname or alias.name.split(".")[0], alias) for alias in statement.names)
+    return {name: sys.modules.get(alias.name if alias.asname else name) for name, alias in names}
+
+
+def _add_attribute(here: Mapping[str, Any], chain: tuple[str, ...], entries: set[Entry]) -> None:
+    """Adds what `pkg.mod.NAME` stands for, if all before the last name are modules."""
+    target = here.get(chain[0])
+    for name in chain[1:-1]:
+        target = getattr(target, name, None) if isinstance(target, ModuleType) else None
+    if isinstance(target, ModuleType):
+        _add_binding(target, chain[-1], entries)
+
+
+def _add_imported(module: ModuleType, statement: ast.ImportFrom, local: str, entries: set[Entry]) -> None:
+    """Adds what a statement imports: in a function all of it, else what makes the entry's binding."""
+    target = _target(module, statement)
+    for alias in statement.names:
+        if target is not None and (local == f"={alias.asname or alias.name}" or not local.startswith("=")):
+            _add_binding(target, alias.name, entries)
+
+
+def _target(module: ModuleType, statement: ast.ImportFrom) -> ModuleType | None:
+    """The module that `from ... import` in a module reads."""
+    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
+    parents = package.split(".")[: len(package.split(".")) - statement.level + 1] if statement.level else []
+    return sys.modules.get(".".join([*parents, *([statement.module] if statement.module else [])]))
+
+
+def _add_binding(module: ModuleType, name: str, entries: set[Entry]) -> None:
+    file = getattr(module, "__file__", None)
+    if file and is_own(file) and name in _parsed(file).bindings:
+        entries.add((file, f"={name}"))
+
+
+@functools.cache
+def _modules() -> dict[str, ModuleType]:
+    """Modules by file; of several the first."""
+    return {name: module for module in [*sys.modules.values()][::-1] if (name := getattr(module, "__file__", None))}
+
+
+def _written(file: str, local: str) -> str:
+    """An entry as records have it."""
+    return f"{_relative(file)}::{local}"
+
+
+@functools.cache
+def _relative(file: str) -> str:
+    path = Path(file).resolve()
+    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)

@@ -1,0 +1,352 @@
+"""HDF5 files of tensors: bf16 kept bit for bit, checksums on data and metadata, whole or not there.
+
+One file holds the tensors of one stage in groups: `golden/TAP` and `truth/TAP` in results/golden, `port/TAP` in
+results/port. bfloat16 is stored as uint16 with the attribute `dtype="bfloat16"`. A stage that failed is a file without
+tensors whose attribute `error` says why. Times are left out, so that equal tensors make equal files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import h5py
+import numpy as np
+
+from layerproof.errors import StageError, StageMissing, first_line
+from layerproof.files import canonical_json, replacing
+from layerproof.taps import OUT
+from layerproof.tensors.tensor import STORAGE, Tensor, statistics
+
+if TYPE_CHECKING:
+    import torch
+
+
+CHUNK_BYTES = 1 << 20
+
+HELD, CONVERSION, COMPILED, RANKS = "held", "conversion", "compiled", "ranks"
+"""Documents: of a golden's file the weights as they were held, of a port's how its weights were converted,
+what compiling it changed, and how its ranks differ.
+"""
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """What files and configs call the tensor's dtype, such as `bfloat16`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def to_array(tensor: torch.Tensor) -> Tensor:
+    """A torch tensor of any device as numpy data with its dtype's name; bfloat16 becomes uint16 bits."""
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    bits = tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return Tensor(bits, dtype_name(tensor))
+
+
+def storable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that files hold: small integers and fp8 in wider ones, complex numbers as pairs."""
+    import torch
+
+    if dtype_name(tensor) in STORAGE:
+        return tensor
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.float() if tensor.is_floating_point() else tensor.long()
+
+
+def to_torch(array: Tensor) -> torch.Tensor:
+    """The torch tensor that `to_array` was given, on the CPU."""
+    import torch
+
+    data = np.ascontiguousarray(array.data[...])
+    if array.dtype == "bfloat16":
+        return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(data)
+
+
+def write(
+    path: Path,
+    groups: Mapping[str, Mapping[str, Tensor]],
+    *,
+    valid: np.ndarray | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    documents: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes tensors by group and tap, each with its statistics (over the tokens in `valid`) as attributes, and JSON
+    values by name beside the groups.
+
+    Raises:
+        StageError: if the file cannot be written, for instance because the disk is full; nothing is left behind.
+    """
+    with creating(path) as file:
+        set_attributes(file, attributes or {})
+        for group, tensors in groups.items():
+            for tap, tensor in tensors.items():
+                write_dataset(file, f"{group}/{tap}", tensor, valid)
+        for name, value in (documents or {}).items():
+            data = np.frombuffer(canonical_json(value).encode(), np.uint8)
+            file.create_dataset(name, data=data, chunks=data.shape, fletcher32=True)
+
+
+def write_trimmed(source: Path, target: Path, user_block: int) -> None:
+    """Copies a stage's file with every output, and of other taps what their attributes say: statistics, dtype and, here
+    alone, `shape`. Its first `user_block` bytes are left to the caller.
+
+    Raises:
+        StageError: as `reading` does.
+        OSError: if the target cannot be written.
+    """
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset):
+            if Path(name).name == OUT or "dtype" not in node.attrs:
+                node.file.copy(node, file, name)
+                return
+            empty = file.create_dataset(name, data=h5py.Empty(node.dtype))
+            for key, value in node.attrs.items():
+                empty.attrs[key] = value
+            empty.attrs["shape"] = node.shape
+
+    # The target outermost, or a full disk would be told as damage of the source.
+    with _writing(target, user_block) as file, reading(source) as whole:
+        for key, value in whole.attrs.items():
+            file.attrs[key] = value
+        whole.visititems(visit)
+
+
+@contextlib.contextmanager
+def replacing_or_saying_why(path: Path) -> Iterator[Path]:
+    """`files.replacing` that says what a user can do about a file that cannot be written.
+
+    Raises:
+        StageError: if the file cannot be written, for instance because the disk is full.
+    """
+    try:
+        with replacing(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise StageError(f"{path}: cannot be written ({first_line(error)}). Free disk space and run again.") from error
+
+
+@contextlib.contextmanager
+def creating(path: Path) -> Iterator[h5py.File]:
+    with replacing_or_saying_why(path) as temporary, _writing(temporary) as file:
+        yield file
+
+
+class _Disk(io.FileIO):
+    """A file that keeps its first failed write for later: HDF5 crashes the process if closing a file fails."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view) and self.failure is None:
+            try:
+                done += super().write(view[done:])
+            except OSError as error:
+                self.failure = error
+        return len(view)
+
+
+@contextlib.contextmanager
+def _writing(path: Path, user_block: int = 0) -> Iterator[h5py.File]:
+    """A new HDF5 file, whose first bytes are left to the caller. Raises OSError if any of it could not be written."""
+    with _Disk(path, "w+") as disk:
+        try:
+            with h5py.File(disk, "w", libver="latest", userblock_size=user_block) as file:
+                yield file
+        finally:
+            if disk.failure is not None:
+                raise disk.failure
+
+
+def write_dataset(file: h5py.File, name: str, tensor: Tensor, valid: np.ndarray | None) -> None:
+    data: Any = tensor.data
+    chunks = chunks_of(data)
+    dataset = file.create_dataset(name, data=data, chunks=chunks, fletcher32=chunks is not None)
+    # A tap of another shape is for the comparison to fail; it has no tokens to take statistics of.
+    described = valid is None or tensor.shape[:2] == valid.shape
+    set_attributes(dataset, {"dtype": tensor.dtype, **(statistics(tensor, valid) if described else {})})
+
+
+def chunks_of(data: Any) -> tuple[int, ...] | None:
+    """How an array [batch, seq, features...] is cut for storage: whole tokens of one prompt, CHUNK_BYTES of them at most, in
+    equal chunks, since the last one takes as much disk. None if there is nothing to cut.
+    """
+    if not data.size or data.ndim < 2:
+        return None
+    pieces = math.ceil(data.shape[1] / max(1, CHUNK_BYTES // data[0, 0].nbytes))
+    return (1, math.ceil(data.shape[1] / pieces), *data.shape[2:])
+
+
+def set_attributes(node: h5py.HLObject, attributes: Mapping[str, Any]) -> None:
+    """Sets all attributes but those that are None.
+
+    Text gets a fixed length: HDF5 keeps text of variable length where no checksum covers it.
+    """
+    for key, value in attributes.items():
+        if isinstance(value, str):
+            data = value.encode()
+            node.attrs[key] = np.array(data, dtype=h5py.string_dtype("utf-8", max(1, len(data))))
+        elif value is not None:
+            node.attrs[key] = value
+
+
+def attributes(node: h5py.HLObject) -> dict[str, Any]:
+    """Attributes of a file or dataset as plain Python values.
+
+    Raises:
+        KeyError: if one cannot be read, as h5py does; `reading` turns it into a StageError.
+    """
+    found: dict[str, Any] = {}
+    for key, value in node.attrs.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        found[key] = plain.decode() if isinstance(plain, bytes) else plain
+    return found
+
+
+def write_error(path: Path, error: StageError) -> None:
+    """Leaves a file without tensors that says why the stage has none."""
+    write(path, {}, attributes={"error": str(error), "missing": isinstance(error, StageMissing)})
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[h5py.File]:
+    """Opens a file of tensors.
+
+    Raises:
+        StageError: if the file is missing or damaged, also while data is read inside the block; or if it stands for
+            a stage that failed (the message is the one that the stage left).
+    """
+    try:
+        with h5py.File(path, "r") as file:
+            if "error" in file.attrs:
+                facts = attributes(file)
+                raise (StageMissing if facts["missing"] else StageError)(facts["error"])
+            yield file
+    except FileNotFoundError as error:
+        raise StageError(f"{path}: is not there. Run snakemake again to make it.") from error
+    except (OSError, RuntimeError, KeyError) as error:
+        raise StageError(
+            f"{path}: cannot be read, the file is damaged ({first_line(error)}). Delete it and run again."
+        ) from error
+
+
+def taps(file: h5py.File, group: str) -> dict[str, Tensor]:
+    """The tensors of a group by tap name, not yet read from the file; empty if the group is not there.
+
+    Raises:
+        StageError: if the file is trimmed.
+    """
+    found = _datasets(file, group)
+    if any(node.shape is None for node in found.values()):
+        raise StageError(f"{file.filename}: holds only outputs (compare.taps: auto). Make it again with --forcerun.")
+    return {name: Tensor(node, attributes(node)["dtype"]) for name, node in found.items()}
+
+
+def dtypes(file: h5py.File, group: str) -> dict[str, str]:
+    """The dtypes of a group's tensors by tap name, also of a trimmed file."""
+    return {name: attributes(node)["dtype"] for name, node in _datasets(file, group).items()}
+
+
+def tap(file: h5py.File, name: str) -> Tensor:
+    """One tensor, not yet read from the file, by its full name such as `golden/out`."""
+    node = cast("h5py.Dataset", file[name])
+    return Tensor(node, attributes(node)["dtype"])
+
+
+def _datasets(file: h5py.File, group: str) -> dict[str, h5py.Dataset]:
+    found: dict[str, h5py.Dataset] = {}
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset):
+            found[name] = node
+
+    if group in file:
+        cast("h5py.Group", file[group]).visititems(visit)
+    return found
+
+
+def is_empty(path: Path) -> bool:
+    """Whether there is a file without tensors that stands for no failure."""
+    try:
+        with reading(path) as file:
+            return not len(file)
+    except StageError:
+        return False
+
+
+def read_group(path: Path, group: str) -> dict[str, Tensor]:
+    """All tensors of a group by tap name, read into memory.
+
+    Raises:
+        StageError: as `reading` does.
+    """
+    with reading(path) as file:
+        return {name: Tensor(tensor.data[...], tensor.dtype) for name, tensor in taps(file, group).items()}
+
+
+def read(path: Path, name: str) -> Tensor:
+    """One tensor, read into memory, by its full name such as `golden/out`.
+
+    Raises:
+        StageError: as `reading` does.
+    """
+    with reading(path) as file:
+        stored = tap(file, name)
+        return Tensor(stored.data[...], stored.dtype)
+
+
+def read_document(path: Path, name: str) -> Any:
+    """A JSON value of a file.
+
+    Raises:
+        StageError: as `reading` does.
+    """
+    with reading(path) as file:
+        return document(file, name)
+
+
+def document(file: h5py.File, name: str) -> Any:
+    """A JSON value of an open file."""
+    return json.loads(cast("h5py.Dataset", file[name])[...].tobytes())
+
+
+def document_if_there(file: h5py.File, name: str) -> Any:
+    """As `document`, or None where the file has none of that name."""
+    return document(file, name) if name in file else None
+
+
+def check(path: Path) -> None:
+    """Reads all of a file.
+
+    Raises:
+        StageError: as `reading` does, if any of it is damaged.
+    """
+    with reading(path) as file:
+        for group in ("golden", "truth"):
+            for tap in taps(file, group).values():
+                for row in range(tap.shape[0]):
+                    tap.data[row]
+
+
+def read_stage_input(path: Path, name: str) -> Tensor:
+    """The tensor that feeds the next stage.
+
+    Raises:
+        StageMissing: if the stage before failed; the message is that of the first one that did.
+    """
+    try:
+        return read(path, name)
+    except StageMissing:
+        raise
+    except StageError as error:
+        raise StageMissing(f"no input, because an earlier stage failed: {error}") from error

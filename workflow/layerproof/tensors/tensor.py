@@ -1,0 +1,188 @@
+"""The tensor type that files hold and judges read: numpy data with the dtype that it stands for.
+
+A tap is laid out [batch, seq, features...]. Data is read in blocks of tokens, so memory does not grow with batch or seq.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+CHUNK_ELEMENTS = 1 << 19  # elements of one tensor held at a time; a single token may be longer
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+STORAGE = {
+    "bfloat16": np.dtype(np.uint16),  # numpy has no bfloat16: the bits
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "bool": np.dtype(np.bool_),
+}
+
+
+class ShapeMismatch(ValueError):
+    """Tensors that must have the same shape do not."""
+
+
+class DtypeMismatch(ValueError):
+    """Floats where integers or booleans are expected, or the like; a different width of float is not a mismatch."""
+
+
+class Array(Protocol):
+    """What is asked of stored data: an h5py dataset or a numpy array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Stored data [batch, seq, features...] and the dtype that it stands for (bfloat16 is stored as uint16 bits).
+
+    Raises:
+        DtypeMismatch: if the dtype is unknown or the data is not stored as that dtype must be.
+    """
+
+    data: Array
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in STORAGE:
+            raise DtypeMismatch(f"dtype {self.dtype} is not one of {', '.join(STORAGE)}")
+        if self.data.dtype != STORAGE[self.dtype]:
+            raise DtypeMismatch(f"{self.dtype} must be stored as {STORAGE[self.dtype]}, not as {self.data.dtype}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def kind(self) -> str:
+        """One of float, integer and boolean."""
+        if self.dtype == "bool":
+            return "boolean"
+        return "float" if "float" in self.dtype else "integer"
+
+    def read(self, batch: slice, seq: slice) -> np.ndarray:
+        """The stored values of a block of tokens, as [tokens, features]."""
+        block = self.data[batch, seq]
+        return block.reshape(block.shape[0] * block.shape[1], math.prod(block.shape[2:]))
+
+    def floats(self, stored: np.ndarray) -> np.ndarray:
+        """Stored values as fp64, of the same shape."""
+        with np.errstate(invalid="ignore"):  # a signalling NaN in the data is data
+            return self.as_numpy(stored).astype(np.float64)
+
+    def as_numpy(self, stored: np.ndarray) -> np.ndarray:
+        """Stored values in a dtype that numpy computes with, of the same shape."""
+        return (stored.astype(np.uint32) << 16).view(np.float32) if self.dtype == "bfloat16" else stored
+
+
+def bf16_ulp(values: np.ndarray) -> np.ndarray:
+    """The step of bf16 at each fp64 value: 2^(floor(log2|x|) - 7), 2^-133 for bf16 subnormals, 0 for zero."""
+    _, exponent = np.frexp(values)  # |x| = m 2^exponent with m in [1/2, 1), so floor(log2|x|) is exponent - 1
+    return np.where(values == 0, 0.0, np.ldexp(1.0, np.maximum(exponent - 8, -133)))
+
+
+def statistics(tensor: Tensor, valid: np.ndarray | None = None, chunk_elements: int = CHUNK_ELEMENTS) -> dict[str, Any]:
+    """{count, mean, std, min, max, nan, inf} of a tensor [batch, seq, features...] of any dtype, at its valid tokens.
+
+    The first five are over the finite elements only, in fp64; std is that of the population. None if there are none.
+
+    Raises:
+        ValueError: if valid is not bool [batch, seq].
+    """
+    valid = np.ones(tensor.shape[:2], bool) if valid is None else valid
+    check_valid(valid, tensor)
+    moments, nan, inf = _Moments(), 0, 0
+    for batch, seq in blocks(tensor.shape, chunk_elements):
+        values = tensor.floats(tensor.read(batch, seq)[valid[batch, seq].reshape(-1)])
+        finite = is_finite(values)
+        nan += int(np.count_nonzero(np.isnan(values)))
+        inf += int(np.count_nonzero(~finite & ~np.isnan(values)))
+        moments.add(values[finite])
+    if not moments.count:
+        return {"count": 0, "mean": None, "std": None, "min": None, "max": None, "nan": nan, "inf": inf}
+    return {
+        "count": moments.count,
+        "mean": moments.mean,
+        "std": math.sqrt(moments.centred / moments.count),
+        "min": moments.low,
+        "max": moments.high,
+        "nan": nan,
+        "inf": inf,
+    }
+
+
+def check_valid(valid: np.ndarray, tensor: Tensor) -> None:
+    if valid.dtype != np.bool_ or valid.shape != tensor.shape[:2]:
+        found = f"{valid.dtype} {brackets(valid.shape)}"
+        raise ValueError(f"valid is {found} where a tensor {brackets(tensor.shape)} needs bool [batch,seq]")
+
+
+def brackets(index: Sequence[int]) -> str:
+    """An index or shape of a tensor, as `[0,17,3]`."""
+    return f"[{','.join(str(i) for i in index)}]"
+
+
+def blocks(shape: tuple[int, ...], chunk_elements: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of batch and seq that cut a tensor, in its order, into blocks of about chunk_elements elements."""
+    if math.prod(shape) == 0:
+        return
+    batch, seq = shape[:2]
+    tokens = max(1, chunk_elements // math.prod(shape[2:]))
+    rows, columns = max(1, tokens // seq), min(seq, tokens)
+    for row in range(0, batch, rows):
+        for column in range(0, seq, columns):
+            yield slice(row, min(row + rows, batch)), slice(column, min(column + columns, seq))
+
+
+def token_numbers(batch: slice, seq: slice, length: int) -> np.ndarray:
+    """Numbers of the tokens in a block, counted through [batch, length] in its order: [tokens]."""
+    return np.add.outer(np.arange(batch.start, batch.stop) * length, np.arange(seq.start, seq.stop)).reshape(-1)
+
+
+def is_finite(values: np.ndarray) -> np.ndarray:
+    """Where fp64 values are within the range of fp32, so that no sum of squares overflows; False at NaN."""
+    return np.abs(values) <= FLOAT32_MAX
+
+
+class _Moments:
+    """Mean, centred second moment and range of numbers, merged chunk by chunk.
+
+    Centred within each chunk, since raw sums of squares cancel where the mean is large against the spread.
+
+    Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = self.centred = 0.0
+        self.low, self.high = math.inf, -math.inf
+
+    def add(self, values: np.ndarray) -> None:
+        """Values are fp64 [elements], all finite."""
+        if not values.size:
+            return
+        mean = float(values.mean())
+        residual = values - mean
+        shift = mean - self.mean
+        total = self.count + values.size
+        self.centred += float(residual @ residual) + shift * shift * (self.count * (values.size / total))
+        self.mean += shift * (values.size / total)
+        self.count = total
+        self.low = min(self.low, float(values.min()))
+        self.high = max(self.high, float(values.max()))
