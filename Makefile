@@ -34,6 +34,7 @@ lint: setup-dev
 	pyright
 	snakefmt --check --diff Snakefile workflow/rules
 	snakemake --lint
+	PYTHONPATH=workflow lint-imports --no-cache
 
 setup: $(VENV)/run.done
 

@@ -48,8 +48,8 @@ CONFIG = {
 """Of MiniMaxAI/MiniMax-M2, with one layer and a small vocabulary."""
 EXPERTS_IN_SHARD = 32
 IMPORTS = {
-    "golden": "import h5py; from layerproof import golden, tokens, whole; from transformers import MiniMaxM2ForCausalLM",
-    "port": "import h5py; from layerproof import distributed, port, tokens; distributed.initialise('xla')",
+    "golden": "import h5py; from layerproof.golden import stage; from transformers import MiniMaxM2ForCausalLM",
+    "port": "from layerproof.port import stage; from layerproof.distributed import process_group as g; g.initialise('xla')",
 }
 
 

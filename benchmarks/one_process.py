@@ -12,6 +12,7 @@ import yaml
 import layerproof
 from layerproof.compare import audit
 from layerproof.compare import stage as compare_stages
+from layerproof.diagnose.result import undiagnosed
 from layerproof.files import write_json, write_text
 from layerproof.golden import stage as golden_stage
 from layerproof.host import prediction
@@ -59,7 +60,7 @@ def main(directory: Path) -> None:
     plots.plot_map(comparisons, files["plots"]["map"])
     plots.plot_depth(comparisons, [], files["plots"]["depth"])
     audited = audit.audit(descriptions, files["golden"], files["port"], predicted, settings["port"]["dtype"])
-    diagnoses = [verdicts.undiagnosed(stage) for stage in stages]
+    diagnoses = [undiagnosed(stage) for stage in stages]
     verdict = verdicts.collect(comparisons, [], diagnoses)
     shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, [], [])
     write_text(results / "report.html", page.render(TEMPLATE, *shown, {"config": settings}))

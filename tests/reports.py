@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from layerproof.diagnose.result import undiagnosed
 from layerproof.measure.metrics import judge
 from layerproof.report import verdicts
 from layerproof.tensors.tensor import Tensor
@@ -96,7 +97,7 @@ def collect(comparisons, chains=(), diagnoses=()):
 
 def diagnosis(stage, *culprits, reason=None):
     """A diagnosis of culprits (tap, text of the cause or None)."""
-    return verdicts.undiagnosed(stage, reason) | {
+    return undiagnosed(stage, reason) | {
         "culprits": [
             {
                 "tap": tap,

@@ -11,7 +11,7 @@ from layerproof import known_errors
 from layerproof.errors import StageError, StageMissing, UserError
 from layerproof.failures import as_stage_error
 
-WORKFLOW = Path(__file__).parents[2] / "workflow"
+WORKFLOW = Path(__file__).parents[1] / "workflow"
 
 RECORDED = {
     "ModuleNotFoundError: No module named 'libneuronxla'": "Run the port in the Neuron container",
@@ -104,7 +104,7 @@ def test_a_stage_says_what_its_error_means(error):
 ABORTS = """
 import os, sys
 from pathlib import Path
-from layerproof import jobs
+from layerproof.rerun import jobs
 from layerproof.files import write_text
 
 def work():

@@ -10,9 +10,9 @@ import pytest
 
 from bugs import harness
 from layerproof.diagnose import diagnose
+from layerproof.diagnose.result import undiagnosed
 from layerproof.errors import StageError
 from layerproof.files import read_json, write_json
-from layerproof.report import verdicts
 from layerproof.rerun.recorder import REPOSITORY
 from layerproof.tensors import hdf5
 
@@ -114,7 +114,7 @@ def run_verb(directory, comparison, forced_error=None):
 
 def test_a_stage_that_passes_has_nothing_to_diagnose_and_its_output_is_left_alone(tmp_path):
     assert run_verb(tmp_path, {"status": "pass"}).returncode == 0
-    assert read_json(tmp_path / "diagnosis.json") == verdicts.undiagnosed(STAGE)
+    assert read_json(tmp_path / "diagnosis.json") == undiagnosed(STAGE)
     before = (tmp_path / "diagnosis.json").stat().st_ino
     outcome = run_verb(tmp_path, {"status": "pass", "taps": {}})
     assert "runs because" in outcome.stdout

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import torch
 
-from layerproof import distributed
+from layerproof.distributed import process_group as distributed
 from layerproof.rerun.recorder import REPOSITORY
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PJRT_DEVICE")
@@ -19,13 +19,13 @@ WORK = """
     import json, os, sys, threading
     import torch
     import torch.distributed as dist
-    from layerproof import distributed
-    from layerproof.errors import UserError
+    from layerproof.distributed import process_group as distributed
+    from layerproof.distributed.process_group import DistributedError
 
     {before}
     try:
         environment = distributed.initialise("cpu")
-    except UserError as error:
+    except DistributedError as error:
         print("error:", error)
         sys.exit(2)
     again = distributed.initialise("cpu")

@@ -21,8 +21,9 @@ import os, sys
 os.access = lambda *arguments: False
 sys.path.insert(0, sys.argv[1])
 import numpy as np
-from layerproof import kernel, metrics
-tap = metrics.Tensor(np.ones((1, 2, 3), np.float32), "float32")
+from layerproof.measure import kernel, metrics
+from layerproof.tensors.tensor import Tensor
+tap = Tensor(np.ones((1, 2, 3), np.float32), "float32")
 metrics.compare(tap, tap, tap, np.ones((1, 2), bool))
 print(sum(kernel._add.stats.cache_hits.values()), sum(kernel._add.stats.cache_misses.values()))
 """

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, MiniMaxM2ForCausalLM
 
 from layerproof.model import tiny
 
-WORKFLOW = Path(tiny.__file__).parents[1]
+WORKFLOW = Path(tiny.__file__).parents[2]
 STEPS = 80
 SENTENCES = (
     "Alice was beginning to get very tired of the golden key, and the Rabbit said nothing at all about the weather.",
@@ -195,7 +195,7 @@ def same_choice(a, b):
 
 
 def test_the_snakefile_can_read_the_list_of_files_without_torch():
-    code = "import sys; from layerproof import tiny; assert tiny.FILES; sys.exit('torch' in sys.modules)"
+    code = "import sys; from layerproof.model import tiny; assert tiny.FILES; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=WORKFLOW).returncode == 0
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerproof import distributed
 from layerproof.compare import stage as compare_stages
+from layerproof.distributed import process_group as distributed
 from layerproof.errors import StageError
 from layerproof.measure.rule import LIMIT
 from layerproof.model import checkpoint, loading
@@ -454,14 +454,14 @@ def test_a_buffer_that_is_made_at_the_first_call_is_no_value_that_the_graph_depe
 RANK = """
 import sys, torch
 from pathlib import Path
-from layerproof import tensors
+from layerproof.tensors import hdf5
 sys.path.insert(0, sys.argv[1])
-from test_nxdi import Model, port
+from test_nxdi import Model, port_stage
 model = Model.__new__(Model)
 vars(model).update(torch.load(sys.argv[2], weights_only=False))
 runner = model.runner(dtype="float32")
-made = port.make_stage(runner, "layer_001", model.descriptions["layer_001"], model.input("layer_001"), Path(sys.argv[3]))
-made = port.make_stage(runner, "lm_head", model.descriptions["lm_head"], model.input("lm_head"), Path(sys.argv[4]))
+for stage, output in (("layer_001", sys.argv[3]), ("lm_head", sys.argv[4])):
+    made = port_stage.make_stage(runner, stage, model.descriptions[stage], model.input(stage), Path(output))
 """
 
 

@@ -17,8 +17,8 @@ from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
 from layerproof.tensors import hdf5
 from models import save
+from port.test_port import SETTINGS, failures, run
 from streaming import TOKENS, stream
-from unit.test_port import SETTINGS, failures, run
 
 COMPILED = SETTINGS | {"compile": "xla", "compiler_flags": []}
 

@@ -132,7 +132,7 @@ def test_looking_for_a_name_reads_nothing():
 
 FREED = """
 import torch
-from layerproof.provenance import Tracing, Watched
+from layerproof.port.provenance import Tracing, Watched
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

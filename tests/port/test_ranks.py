@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 import psutil
 import pytest
 
+from layerproof.distributed import marks
 from layerproof.errors import StageError, StageMissing
 from layerproof.failures import end_with
 from layerproof.port import ranks
@@ -21,7 +22,7 @@ def sum_of_ranks():
         import torch
         import torch.distributed as dist
 
-        from layerproof import distributed
+        from layerproof.distributed import process_group as distributed
 
         assert distributed.is_on_host("CPU") and distributed.is_on_host("auto") and not distributed.is_on_host("NEURON")
         environment = distributed.initialise("cpu")
@@ -65,9 +66,9 @@ def test_ranks_begin_with_imported_packages_if_that_touches_no_device(tmp_path, 
 
 def test_a_rank_that_fails_ends_the_others_and_is_named():
     def work(rank):
-        ranks.mark(rank, "loaded")
+        marks.mark(rank, "loaded")
         if rank == 1:
-            ranks.mark(rank, "summed")
+            marks.mark(rank, "summed")
             raise ValueError("no weights for me")
         time.sleep(60)
 

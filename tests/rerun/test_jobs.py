@@ -72,7 +72,7 @@ def test_first_run_leaves_output_and_record(job, capsys):
     assert (record.verb, record.spec, record.stamp, record.error) == (job.verb, job.spec, job.stamp, None)
     assert set(record.inputs) == {str(job.inputs[0])} and set(record.outputs) == {str(job.outputs[0])}
     assert record.run["fact"] == 1 and record.run["wall_s"] >= 0 and record.run["packages"]["numpy"]
-    assert "tests/unit/test_jobs.py::Work.__call__" in record.code
+    assert "tests/rerun/test_jobs.py::Work.__call__" in record.code
     assert "runs because it has not run before" in capsys.readouterr().out
 
 
@@ -229,8 +229,8 @@ def test_job_killed_between_work_and_record_runs_again(job, tmp_path):
     script = """
         import os, signal, sys
         from pathlib import Path
-        from layerproof import jobs
-        from layerproof.jobs import Job
+        from layerproof.rerun import jobs
+        from layerproof.rerun.jobs import Job
 
         root = Path(sys.argv[1])
         job = Job("port", {"stage": "layer_000"}, "new", (root / "input",), (root / "results/output",),
@@ -317,7 +317,7 @@ LAST_WORDS = {
 APART = """
 import os, sys, runpy
 from pathlib import Path
-from layerproof import jobs
+from layerproof.rerun import jobs
 from layerproof.files import write_text
 
 def task(name, before, works):

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 VERBS = """
     import argparse, contextlib, functools, os, secrets, signal, sys, time
     from pathlib import Path
-    from layerproof import jobs
+    from layerproof.rerun import jobs
     from layerproof.errors import StageError
     from layerproof.files import write_text
 

@@ -20,7 +20,7 @@ from layerproof.errors import StageError, StageMissing
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import STORAGE, Tensor
 
-WORKFLOW = Path(hdf5.__file__).parents[1]
+WORKFLOW = Path(hdf5.__file__).parents[2]
 GROUPS = {
     "golden": {
         "out": Tensor(np.arange(0x3F80, 0x3F8C, dtype=np.uint16).reshape(1, 3, 4), "bfloat16"),
@@ -227,13 +227,14 @@ def run_writer(path, before, elements, after=""):
 import resource, signal, sys, os
 import numpy as np
 from pathlib import Path
-from layerproof import files, tensors
+from layerproof import files
 from layerproof.errors import StageError
-from layerproof.metrics import Tensor
+from layerproof.tensors import hdf5
+from layerproof.tensors.tensor import Tensor
 {before}
 try:
     data = np.random.default_rng(0).integers(0, 65536, (1, {elements}), dtype=np.uint16)
-    tensors.write(Path(sys.argv[1]), {{"golden": {{"out": Tensor(data, "bfloat16")}}}})
+    hdf5.write(Path(sys.argv[1]), {{"golden": {{"out": Tensor(data, "bfloat16")}}}})
 except StageError as error:
     print(error)
     sys.exit(3)
@@ -261,7 +262,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(small, limit):
     assert [path.name for path in small.parent.iterdir()] == [small.name]
 
 
-@pytest.mark.parametrize("moment", ["tensors.statistics", "files.os.fsync", "files.os.replace"])
+@pytest.mark.parametrize("moment", ["hdf5.statistics", "files.os.fsync", "files.os.replace"])
 def test_a_kill_in_the_middle_leaves_the_old_file_and_the_next_job_writes_over_the_rest(small, moment):
     """Killed while tensors are written, when all are, and just before the file gets its name."""
     whole = small.read_bytes()

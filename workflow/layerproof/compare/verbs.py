@@ -10,7 +10,7 @@ from layerproof.files import read_json, write_json
 from layerproof.port import ranks
 from layerproof.rerun import jobs
 from layerproof.rerun.command import Verbs, add_job_verb, checkpoint_of, job_of, only
-from layerproof.rerun.recorder import cached, unrecorded
+from layerproof.rerun.recorder import cached
 from layerproof.tensors import pruning
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ def make_comparison(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        with unrecorded():
-            from layerproof.compare import stage as compare_stages
-            from layerproof.model import tokens
+        from layerproof.compare import stage as compare_stages
+        from layerproof.model import tokens
 
         pruning.require_whole([*args.golden, *args.port])
         valid = tokens.Tokens.read(args.tokens).valid
@@ -53,9 +52,8 @@ def make_chain_comparison(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        with unrecorded():
-            from layerproof.compare import stage as compare_stages
-            from layerproof.model import tokens
+        from layerproof.compare import stage as compare_stages
+        from layerproof.model import tokens
 
         content = compare_stages.compare_chain(
             args.spec["chain"],
@@ -77,10 +75,9 @@ def make_bisection(args: argparse.Namespace) -> None:
     previous = only(args.previous)
 
     def work() -> Mapping[str, Any]:
-        with unrecorded():
-            from layerproof.compare import bisect
-            from layerproof.model import tokens
-            from layerproof.tensors import hdf5
+        from layerproof.compare import bisect
+        from layerproof.model import tokens
+        from layerproof.tensors import hdf5
 
         prompts = tokens.Tokens.read(args.tokens)
         descriptions = {path.stem: read_json(path) for path in args.weights}

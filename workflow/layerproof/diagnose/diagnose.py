@@ -21,6 +21,7 @@ from layerproof.compare.audit import moved_by_compiling
 from layerproof.compare.stage import compare_taps
 from layerproof.diagnose.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
 from layerproof.diagnose.findings import findings
+from layerproof.diagnose.result import undiagnosed
 from layerproof.golden import stage as golden_stage
 from layerproof.golden.experts import EXPERT_BY_EXPERT, register
 from layerproof.golden.variants import last_bits_changed, variants
@@ -32,7 +33,6 @@ from layerproof.measure.routing import AFTER_ROUTER, experts_chosen, flips
 from layerproof.measure.rule import deciding
 from layerproof.model import loading
 from layerproof.model.tokens import Tokens
-from layerproof.report.verdicts import undiagnosed
 from layerproof.taps import OUT, in_order, unseen_before
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor, is_finite

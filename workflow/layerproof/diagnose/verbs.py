@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerproof.diagnose.result import undiagnosed
 from layerproof.errors import StageError
 from layerproof.files import read_json, write_json
 from layerproof.port.verbs import by_ranks
-from layerproof.report import verdicts
 from layerproof.rerun import jobs
 from layerproof.rerun.command import Verbs, add_job_verb, checkpoint_of, job_of, leave_error, only
-from layerproof.rerun.recorder import unrecorded
 from layerproof.tensors import pruning
 
 if TYPE_CHECKING:
@@ -37,11 +36,10 @@ def make_forced(args: argparse.Namespace) -> None:
     previous = only(args.previous)
 
     def force(output: Path) -> None:  # reads all its files before the port's code runs, which may change the directory
-        with unrecorded():
-            from layerproof.model import tokens
-            from layerproof.port import stage as port_stage
-            from layerproof.port.runner import Runner
-            from layerproof.tensors import hdf5
+        from layerproof.model import tokens
+        from layerproof.port import stage as port_stage
+        from layerproof.port.runner import Runner
+        from layerproof.tensors import hdf5
 
         golden = hdf5.read_group(args.golden[0], "golden")
         fed = hdf5.read_stage_input(previous, "golden/out") if previous else None
@@ -69,13 +67,12 @@ def make_diagnosis(args: argparse.Namespace) -> None:
 
     def work() -> None:
         comparison = read_json(args.comparison)
-        nothing = verdicts.undiagnosed(stage)
+        nothing = undiagnosed(stage)
         if comparison["status"] != "fail":
             if not output.exists() or read_json(output) != nothing:
                 write_json(output, nothing)
             return
-        with unrecorded():
-            import transformers.modeling_utils  # noqa: F401
+        import transformers.modeling_utils  # noqa: F401
 
         pruning.require_whole([*args.golden, *args.port])
         # Recorded: the dictionary of faults is filled when it is imported, by functions that no other code names.
@@ -95,7 +92,7 @@ def make_diagnosis(args: argparse.Namespace) -> None:
         write_json(output, diagnose.diagnose(subject, comparison, files))
 
     def leave_undiagnosed(job: jobs.Job, error: StageError) -> None:
-        write_json(output, verdicts.undiagnosed(stage, str(error)))
+        write_json(output, undiagnosed(stage, str(error)))
 
     inputs = [args.comparison, *args.golden, *args.noise, *args.port, *args.forced, *args.weights, args.tokens]
     job = job_of(args, [*inputs, args.config, *args.previous])

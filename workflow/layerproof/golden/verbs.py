@@ -13,7 +13,7 @@ from layerproof.files import digest_of, read_json
 from layerproof.golden import transfer
 from layerproof.rerun import jobs
 from layerproof.rerun.command import Verbs, add_job_verb, checkpoint_of, job_of, leave_error, only
-from layerproof.rerun.recorder import cached, unrecorded
+from layerproof.rerun.recorder import cached
 from layerproof.rerun.records import Record
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ def make_golden(args: argparse.Namespace) -> None:
     @cached
     def start() -> Whole | Exception:
         """What it fails of is kept, too: it would take as long for the next stage, and fail again."""
-        with unrecorded():
-            from layerproof.golden import whole
-            from layerproof.model import tokens
+        from layerproof.golden import whole
+        from layerproof.model import tokens
 
         try:
             return whole.Whole.start(checkpoint, tokens.Tokens.read(prompts), args.spec)
@@ -60,9 +59,8 @@ def make_golden(args: argparse.Namespace) -> None:
     def make_stage(
         spec: Mapping[str, Any], weights: Path, before: tuple[Path | None, ...], outputs: tuple[Path, ...]
     ) -> None:
-        with unrecorded():
-            from layerproof.golden import stage as golden_stage
-            from layerproof.model import tokens
+        from layerproof.golden import stage as golden_stage
+        from layerproof.model import tokens
 
         description, ids = read_json(weights), tokens.Tokens.read(prompts)
         previous, previous_noise = (path and path.absolute() for path in before)

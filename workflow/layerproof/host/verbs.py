@@ -12,7 +12,6 @@ from layerproof.errors import UserError
 from layerproof.files import read_json, write_json
 from layerproof.rerun import jobs
 from layerproof.rerun.command import Verbs, add_job_verb, checkpoint_of, job_of, one_output
-from layerproof.rerun.recorder import unrecorded
 
 if TYPE_CHECKING:
     pass
@@ -32,9 +31,8 @@ def make_prediction(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        with unrecorded():
-            from layerproof.host import prediction
-            from layerproof.model import tokens
+        from layerproof.host import prediction
+        from layerproof.model import tokens
 
         descriptions = {path.stem: read_json(path) for path in args.weights}
         prompts = tokens.Tokens.read(args.tokens)

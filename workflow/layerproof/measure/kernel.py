@@ -19,7 +19,6 @@ if not os.access(Path(__file__).parent, os.W_OK):  # as in a container: compiled
 import numba
 
 from layerproof.measure.groups import CLOSE_ABSOLUTE, CLOSE_RELATIVE, PATTERN_BINS, PATTERN_SHIFT, R_MAX
-from layerproof.rerun.recorder import unrecorded
 from layerproof.tensors.tensor import FLOAT32_MAX, bf16_ulp
 
 SPREADS = ("abs", "rel", "port", "golden", "ulp")
@@ -119,19 +118,18 @@ class Sums(NamedTuple):
         and of rounding.
         """
         token, channel, rounding = noise or (self.unit_tokens, self.unit_channels, 0.0)
-        with unrecorded():  # the first call compiles
-            return _add(
-                self,
-                Constants(),
-                np.ascontiguousarray(numbers, np.int64),
-                np.ascontiguousarray(kept),
-                tuple(np.ascontiguousarray(of) for of in values),
-                tuple(of.dtype == np.uint16 for of in values),
-                tuple(np.ascontiguousarray(of) for of in patterns or [np.zeros((0, 0), np.int16)] * 2),
-                patterns is not None,
-                (np.ascontiguousarray(token), np.ascontiguousarray(channel), float(rounding)),
-                noise is not None,
-            )
+        return _add(
+            self,
+            Constants(),
+            np.ascontiguousarray(numbers, np.int64),
+            np.ascontiguousarray(kept),
+            tuple(np.ascontiguousarray(of) for of in values),
+            tuple(of.dtype == np.uint16 for of in values),
+            tuple(np.ascontiguousarray(of) for of in patterns or [np.zeros((0, 0), np.int16)] * 2),
+            patterns is not None,
+            (np.ascontiguousarray(token), np.ascontiguousarray(channel), float(rounding)),
+            noise is not None,
+        )
 
 
 @numba.njit(cache=True, error_model="numpy")

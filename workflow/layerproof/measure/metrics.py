@@ -26,7 +26,6 @@ from layerproof.measure.groups import (
     unit_ratio,
 )
 from layerproof.measure.rule import LIMIT, fixed_thresholds, reason_to_fail
-from layerproof.rerun.recorder import unrecorded
 from layerproof.tensors.tensor import (
     CHUNK_ELEMENTS,
     FLOAT32_MAX,
@@ -337,8 +336,7 @@ class _FloatComparison:
         self.experts = experts
         self.shape = golden.shape
         self.features = math.prod(golden.shape[2:])
-        with unrecorded():  # takes a second, and most processes compare nothing
-            from layerproof.measure.kernel import Sums
+        from layerproof.measure.kernel import Sums
 
         self.sums = Sums.zero(valid.size, self.features)
         self.nonfinite = _Nonfinite(golden.shape)

@@ -20,7 +20,6 @@ import numpy as np
 
 from layerproof.measure.groups import by_expert, groups_of, relative, unit_ratio
 from layerproof.measure.routing import AFTER_ROUTER, experts_chosen, flips
-from layerproof.rerun.recorder import unrecorded
 from layerproof.tensors.tensor import CHUNK_ELEMENTS, Tensor, blocks, is_finite, token_numbers
 
 if TYPE_CHECKING:
@@ -117,8 +116,7 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
     All have shape [batch, seq, features...]; `compared` is bool [batch, seq], the tokens to look at; `experts` bool
     [batch, seq, experts], which token goes to which. Elements that are not finite in all of them are left out.
     """
-    with unrecorded():
-        from layerproof.measure import noise_kernel
+    from layerproof.measure import noise_kernel
 
     tap = _Tap(draws, truth, compared)
     features = math.prod(truth.shape[2:])

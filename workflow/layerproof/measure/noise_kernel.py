@@ -15,7 +15,6 @@ from layerproof.measure.kernel import (
     BF16_STEPS,
     numba,  # which says where compiled code is kept
 )
-from layerproof.rerun.recorder import unrecorded
 from layerproof.tensors.tensor import FLOAT32_MAX
 
 
@@ -71,8 +70,7 @@ def count(fit: Fit, expected: np.ndarray, block: Block) -> None:
     """Adds a block to the counts and to the sums of squares: in all, and by channel in `fit.channel`; what is expected of
     the rounding by channel to `expected` [features].
     """
-    with unrecorded():  # the first call compiles, here and below
-        _count(fit, expected, Constants(), block)
+    _count(fit, expected, Constants(), block)
 
 
 def balance(fit: Fit, following: np.ndarray, is_exact: bool, block: Block) -> None:
@@ -80,8 +78,7 @@ def balance(fit: Fit, following: np.ndarray, is_exact: bool, block: Block) -> No
     counts, is the next `fit.channel` by these tokens. If all draws are exact, their errors are taken to be those expected of
     a rounding.
     """
-    with unrecorded():
-        _balance(fit, following, fit.channel.mean(axis=0), is_exact, Constants(), block)
+    _balance(fit, following, fit.channel.mean(axis=0), is_exact, Constants(), block)
 
 
 def in_units(
@@ -92,8 +89,7 @@ def in_units(
     """
     channel = fit.channel.mean(axis=0)
     others = np.stack([np.delete(fit.channel, row, axis=0).mean(axis=0) for row in range(len(fit.channel))])
-    with unrecorded():
-        _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, Constants(), block)
+    _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, Constants(), block)
 
 
 @numba.njit(cache=True, error_model="numpy")

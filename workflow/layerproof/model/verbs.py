@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from layerproof.files import read_json, write_json
 from layerproof.rerun import jobs
 from layerproof.rerun.command import Verbs, add_job_verb, job_of
-from layerproof.rerun.recorder import unrecorded
 
 if TYPE_CHECKING:
     pass
@@ -24,8 +23,7 @@ def add_verbs(verbs: Verbs) -> None:
 
 def make_checkpoint(args: argparse.Namespace) -> None:
     def work() -> None:
-        with unrecorded():
-            from layerproof.model import tiny
+        from layerproof.model import tiny
 
         tiny.make(args.outputs[0].parent, seed=args.spec["seed"], form=args.spec["form"])
 
@@ -40,8 +38,7 @@ def make_weights(args: argparse.Namespace) -> None:
     *stages, unused = args.outputs
 
     def work() -> None:
-        with unrecorded():
-            from layerproof.model.loading import describe_stages
+        from layerproof.model.loading import describe_stages
 
         trust = args.spec["trust_remote_code"]
         by_stage, left = describe_stages(directory, [output.stem for output in stages], trust)

@@ -17,7 +17,6 @@ from layerproof.model.stages import EMBED, layer_of
 from layerproof.port import compiled, provenance
 from layerproof.port.contract import Call, Stage, Taps
 from layerproof.port.runner import Runner
-from layerproof.rerun.recorder import unrecorded
 from layerproof.taps import OUT, collecting, tap
 from layerproof.tensors import hdf5
 
@@ -140,10 +139,9 @@ def _entry(tensor: torch.Tensor, sources: Iterable[str]) -> dict[str, Any]:
 
 def _prepare_transformers(job: StageRun) -> _Ready:
     """The unmodified transformers stage. Only its experts run in a form of fixed shape, which compilers need."""
-    with unrecorded():
-        from layerproof.golden.experts import STATIC_EXPERTS, register
-        from layerproof.golden.transformers_stage import run_stage, stage_module
-        from layerproof.model import loading
+    from layerproof.golden.experts import STATIC_EXPERTS, register
+    from layerproof.golden.transformers_stage import run_stage, stage_module
+    from layerproof.model import loading
 
     register()
     directory, trust = job.runner.directory, job.runner.settings["trust_remote_code"]

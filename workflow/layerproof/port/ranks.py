@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -16,23 +15,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import IO, Any, Generic, TypeVar, cast
+from typing import IO, Any, cast
 
+from layerproof.distributed import marks
 from layerproof.errors import StageError
 from layerproof.failures import as_stage_error, died, end_with, peak_memory
 from layerproof.rerun import fingerprint
 from layerproof.rerun.recorder import Seen, recording
 
-T = TypeVar("T")
-
 GRACE = 2.0
 """Seconds that the other ranks have, once one has failed, to say that they did, too: then it is none of their own."""
 MARK, DONE, FAILED = "mark", "done", "failed"
-_to_job: Connection | None = None
 
 
 @dataclass(frozen=True)
-class Done(Generic[T]):
+class Done[T]:
     """What a rank returned, fingerprints of the functions that it ran, and its largest resident size in bytes."""
 
     value: T
@@ -55,14 +52,7 @@ class _Rank:
         return f"rank {self.number}"
 
 
-def mark(rank: int, step: str) -> None:
-    """Says in the log, and to the job, that a rank has reached a step."""
-    print(f"rank {rank}: {step}\n", end="", flush=True)  # at once: ranks share a log
-    if _to_job is not None:
-        _to_job.send((MARK, step))
-
-
-def run(count: int, function: Callable[[int], T]) -> list[Done[T]]:
+def run[T](count: int, function: Callable[[int], T]) -> list[Done[T]]:
     """Calls a function with each rank's number, in a process of its own with RANK, WORLD_SIZE and so on set.
 
     Raises:
@@ -73,7 +63,7 @@ def run(count: int, function: Callable[[int], T]) -> list[Done[T]]:
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(marks.free_port()),
         "TORCHELASTIC_RUN_ID": "layerproof",  # by which torch_xla knows that each rank is to have a core of its own
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
@@ -116,9 +106,8 @@ def _start(number: int, environment: dict[str, str], function: Callable[[int], A
 
 def _be(environment: dict[str, str], function: Callable[[int], Any], to_job: Connection, parent: int) -> None:
     """One rank, in its own process."""
-    global _to_job
     end_with(parent)
-    _to_job = to_job
+    marks.on_mark = lambda step: to_job.send((MARK, step))
     os.environ.update(environment)
     _share_cores(int(environment["WORLD_SIZE"]))
     seen: Seen = {}
@@ -199,10 +188,3 @@ def _failure(ranks: Sequence[_Rank]) -> StageError:
     behind = [str(rank) for rank in ranks if last and last not in rank.reached]
     hang = f" {' and '.join(behind).capitalize()} never reached “{last}”." if behind else ""
     return type(failure)(f"{first}: {str(failure).removeprefix(f'{first}: ')}{hang}")
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -14,11 +14,10 @@ from typing import Any, cast
 
 import torch
 
-from layerproof import distributed
-from layerproof.errors import StageError
+from layerproof.distributed import process_group
+from layerproof.errors import StageError, UserError
 from layerproof.model.tokens import Tokens
 from layerproof.port.contract import Port
-from layerproof.rerun.recorder import unrecorded
 from layerproof.taps import check_canonical
 
 
@@ -29,7 +28,7 @@ class Runner:
     directory: Path
     tokens: Tokens
     settings: Mapping[str, Any]
-    environment: distributed.Environment
+    environment: process_group.Environment
     port: Port | None
 
     @classmethod
@@ -41,13 +40,15 @@ class Runner:
         Raises:
             StageError: if the port cannot be imported.
         """
-        with unrecorded():
-            importlib.import_module("torch_xla")  # which takes long to record
+        importlib.import_module("torch_xla")  # which takes long to record
         is_nxdi = settings["backend"] == "nxdi"
-        on_cpu = distributed.is_on_host(settings["device"]) or (is_nxdi and settings["nxdi"]["cpu_mode"])
+        on_cpu = process_group.is_on_host(settings["device"]) or (is_nxdi and settings["nxdi"]["cpu_mode"])
         if is_nxdi:
             os.environ["NXD_CPU_MODE"] = str(int(on_cpu))  # before anything of it is imported
-        environment = distributed.initialise("cpu" if on_cpu else "xla", settings["device"])
+        try:
+            environment = process_group.initialise("cpu" if on_cpu else "xla", settings["device"])
+        except process_group.DistributedError as error:
+            raise UserError(str(error)) from error.__cause__
         module, default_dtype = (None, torch.float32)
         if settings["backend"] != "transformers":
             module, default_dtype = _loaded(settings["module"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from layerproof import distributed
+from layerproof.distributed import process_group
 from layerproof.errors import StageError
 from layerproof.port import compiled, shards
 from layerproof.port.contract import Taps
@@ -67,7 +67,7 @@ def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], T
     change = compiled.relative_change(tapped[OUT], plain[OUT])
     if change is not None and change <= 2**-8:
         return change
-    alone = distributed.world_size() == 1  # ranks run again all or none
+    alone = process_group.world_size() == 1  # ranks run again all or none
     again = compiled.relative_change(run_again()[OUT], plain[OUT]) if alone else 0.0
     if again != 0:
         raise StageError(
@@ -83,7 +83,7 @@ def _by_what(change: float | None) -> str:
 
 def _trace(runner: Runner, output: Path) -> compiled.Trace | None:
     """How the port's stages are compiled, if they are. What Neuron's compiler writes is kept apart for each output."""
-    if distributed.world_size() > 1:
+    if process_group.world_size() > 1:
         return None  # see trace_stage
     if runner.settings["compile"] == compiled.NEURON:
         folder = COMPILER_FILES / output.parent.name / output.stem
@@ -146,7 +146,7 @@ def force_stage(
     job = StageRun.on_device(runner, stage, description, stage_input)
     ready = prepare_stage(job)
     with torch.no_grad():
-        if distributed.world_size() > 1:
+        if process_group.world_size() > 1:
             golden = _parts(golden, _on_host(ready.forward(with_taps=True)))
         forced = {name: hdf5.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
         found = _on_host(ready.forward(with_taps=True, forced=forced))
@@ -157,7 +157,7 @@ def _parts(golden: Mapping[str, hdf5.Tensor], found: Taps) -> dict[str, hdf5.Ten
     """What this rank holds of the golden's taps, by the shapes of its own."""
     rank = torch.distributed.get_rank()
     own = {name: shards.held(hdf5.to_array(hdf5.storable(tensor))) for name, tensor in found.items()}
-    of_ranks = distributed.of_all_ranks(own)
+    of_ranks = process_group.of_all_ranks(own)
     names = set(golden).intersection(*of_ranks)
     return {name: shards.part(name, golden[name], [one[name] for one in of_ranks], rank) for name in names}
 

@@ -15,7 +15,7 @@ from layerproof.port import ranks
 from layerproof.rerun import jobs
 from layerproof.rerun.command import Verbs, add_job_verb, checkpoint_of, leave_error, only
 from layerproof.rerun.preload import PACKAGES, import_packages
-from layerproof.rerun.recorder import cached, unrecorded
+from layerproof.rerun.recorder import cached
 
 if TYPE_CHECKING:
     from layerproof.port.runner import Runner
@@ -41,9 +41,8 @@ def make_port(args: argparse.Namespace) -> None:
 
     @cached
     def start() -> Runner:
-        with unrecorded():
-            from layerproof.model import tokens
-            from layerproof.port.runner import Runner
+        from layerproof.model import tokens
+        from layerproof.port.runner import Runner
 
         return Runner.start(checkpoint_of(args), tokens.Tokens.read(args.tokens), args.spec)
 
@@ -57,8 +56,7 @@ def make_port(args: argparse.Namespace) -> None:
         return description, hdf5.read_stage_input(before, source) if before else None
 
     def make_stage(weights: Path, before: Path | None, source: str, output: Path) -> Mapping[str, Any]:
-        with unrecorded():
-            from layerproof.port import stage as port_stage
+        from layerproof.port import stage as port_stage
 
         output = output.absolute()  # before the port's code runs, which may change the directory
         run = port_stage.chain_stage if "chain" in args.spec else port_stage.make_stage
@@ -66,14 +64,13 @@ def make_port(args: argparse.Namespace) -> None:
         return run(start(), weights.stem, description, fed, output)
 
     def trace_stage(weights: Path, before: Path | None, source: str) -> tuple[dict[str, Any], str]:
-        with unrecorded():
-            from layerproof import distributed
-            from layerproof.model import tokens
-            from layerproof.port import stage as port_stage
-            from layerproof.port.runner import Runner
+        from layerproof.distributed import process_group
+        from layerproof.model import tokens
+        from layerproof.port import stage as port_stage
+        from layerproof.port.runner import Runner
 
         description, fed = read(weights, before, source)
-        distributed.pretend()
+        process_group.pretend()
         runner = Runner.start(checkpoint_of(args), tokens.Tokens.read(args.tokens), args.spec | {"device": "CPU"})
         return port_stage.trace_stage(runner, weights.stem, description, fed)
 
@@ -94,9 +91,8 @@ def make_captured(args: argparse.Namespace) -> None:
     """A chain of what another program captured; a stage whose file cannot be used ends as error, and the others go on."""
 
     def work(file: Path, output: Path) -> None:
-        with unrecorded():
-            from layerproof.model import tokens
-            from layerproof.port import captured
+        from layerproof.model import tokens
+        from layerproof.port import captured
 
         captured.make_stage(output.stem, file, tokens.Tokens.read(args.tokens), output)
 
@@ -117,15 +113,13 @@ def by_ranks(
     count = args.spec["tp"]
     if count == 1:
         return make(output) or {}
-    with unrecorded():
-        if is_cpu(args.spec["device"]):  # once for the ranks of all stages; on other devices each has to begin anew
-            import_packages(PACKAGES)
+    if is_cpu(args.spec["device"]):  # once for the ranks of all stages; on other devices each has to begin anew
+        import_packages(PACKAGES)
     parts = [output.with_name(f"{output.name}.{rank}.tmp") for rank in range(count)]
 
     def join(graphs: Sequence[tuple[dict[str, Any], str]]) -> None:
-        with unrecorded():
-            from layerproof.model import tokens
-            from layerproof.port import shards
+        from layerproof.model import tokens
+        from layerproof.port import shards
 
         shards.join(parts, output, tokens.Tokens.read(args.tokens).valid, graphs)
 

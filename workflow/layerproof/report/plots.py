@@ -22,7 +22,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from layerproof.files import replacing
 from layerproof.model.stages import layer_of
-from layerproof.rerun.recorder import unrecorded
 from layerproof.taps import OUT, in_order
 
 STYLE: dict[Any, Any] = {
@@ -349,5 +348,5 @@ def _figure(
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=inches, layout=layout)
         yield figure
-        with replacing(output) as temporary, unrecorded():
+        with replacing(output) as temporary:
             figure.savefig(temporary, format="svg", metadata={"Date": None})

@@ -12,7 +12,6 @@ from layerproof.files import read_json, write_json, write_text
 from layerproof.report import manifest, verdicts
 from layerproof.rerun import jobs
 from layerproof.rerun.command import Verbs, add_job_verb, job_of, one_output
-from layerproof.rerun.recorder import unrecorded
 from layerproof.rerun.records import Record
 from layerproof.tensors import pruning
 
@@ -56,8 +55,7 @@ def make_audit(args: argparse.Namespace) -> int | None:
     output = one_output(args)
 
     def work() -> None:
-        with unrecorded():
-            from layerproof.compare import audit
+        from layerproof.compare import audit
 
         golden, port = ({path.stem: path for path in paths} for paths in (args.golden, args.port))
         descriptions = {path.stem: read_json(path) for path in args.weights}
@@ -111,8 +109,7 @@ def make_stage_plot(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        with unrecorded():
-            from layerproof.report import plots
+        from layerproof.report import plots
 
         plots.plot_stage(read_json(args.comparisons[0]), output)
 
@@ -123,8 +120,7 @@ def make_model_plots(args: argparse.Namespace) -> None:
     heat_map, depth = args.outputs
 
     def work() -> None:
-        with unrecorded():
-            from layerproof.report import plots
+        from layerproof.report import plots
 
         comparisons = list(map(read_json, args.comparisons))
         plots.plot_map(comparisons, heat_map)
@@ -137,8 +133,7 @@ def make_report(args: argparse.Namespace) -> None:
     (output,) = args.outputs
 
     def work() -> None:
-        with unrecorded():
-            from layerproof.report import page
+        from layerproof.report import page
 
         comparisons = list(map(read_json, args.comparisons))
         for comparison, path in zip(comparisons, args.records, strict=True):

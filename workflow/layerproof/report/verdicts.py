@@ -15,11 +15,6 @@ SCHEMA_VERSION = 1
 GATE_EXIT = {"pass": 0, "fail": 1, "error": 2}
 
 
-def undiagnosed(stage: str, reason: str | None = None) -> dict[str, Any]:
-    """The content of results/diagnosis/STAGE.json for a stage that does not fail, or cannot be diagnosed for this reason."""
-    return {"schema_version": SCHEMA_VERSION, "stage": stage, "culprits": [], "together": None, "reason": reason}
-
-
 def collect(
     comparisons: Sequence[Mapping[str, Any]],
     chains: Sequence[Mapping[str, Any]],

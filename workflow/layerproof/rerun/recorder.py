@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import cProfile
 import functools
 import os
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECORDER = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("recorder", "source", "fingerprint"))
 """Files that run around every job and change none."""
 INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+LIBRARY = f"{Path(__file__).resolve().parents[1]}/"
+FAULTS = f"{LIBRARY}diagnose/faults/"
+
+IMPORTER = "<frozen importlib._bootstrap>"
+"""What runs the body of a module that is imported, not of one that is run as a program."""
+
 STARTED = time.time()
-T = TypeVar("T")
-P = ParamSpec("P")
+TOOL = 4
+"""The number of a monitoring tool that debuggers, coverage and profilers leave alone."""
 
 Seen = dict[int, tuple[CodeType, float | None]]
 """Code that ran, by its identity, with the modification time that its file had when it was loaded."""
@@ -29,122 +33,59 @@ Seen = dict[int, tuple[CodeType, float | None]]
 
 @contextlib.contextmanager
 def recording(seen: Seen) -> Iterator[None]:
-    """Adds the code of every Python function that runs inside the block, on whatever thread, to `seen`.
+    """Adds the code of every Python function of our own that runs inside the block, on any thread, to `seen`.
 
-    Before Python 3.12 a thread is seen that was started inside of a recording.
+    Imports of installed packages and of the library's own modules are not recorded. The body of a class runs once in a
+    process, so it would count for the job that came first; it counts by the names that use it instead. A port's import is
+    recorded, and that of the dictionary of faults, which registers faults that no other code names.
     """
     _watch_loading()
     _recordings.append(seen)
+    events = sys.monitoring.events
+    if len(_recordings) == 1:
+        sys.monitoring.use_tool_id(TOOL, "layerproof")
+        for event in (events.PY_START, events.PY_RESUME):
+            sys.monitoring.register_callback(TOOL, event, _on_start)
+        sys.monitoring.set_events(TOOL, events.PY_START | events.PY_RESUME)
+    sys.monitoring.restart_events()
     try:
-        with _called_back():
-            yield
+        yield
     finally:
         _recordings.pop()
+        if _recordings:
+            sys.monitoring.restart_events()  # the outer one did not see what the inner one saw first
+        else:
+            sys.monitoring.set_events(TOOL, events.NO_EVENTS)
+            sys.monitoring.free_tool_id(TOOL)
 
 
-if sys.version_info >= (3, 12):
-    TOOL = 4
-    """One of those that debuggers, coverage and profilers leave alone."""
-
-    @contextlib.contextmanager
-    def _called_back() -> Iterator[None]:
-        """Has `_add` called at the first start of each function, which so costs next to nothing."""
-        events = sys.monitoring.events
-        if len(_recordings) == 1:
-            sys.monitoring.use_tool_id(TOOL, "layerproof")
-            for event in (events.PY_START, events.PY_RESUME):
-                sys.monitoring.register_callback(TOOL, event, _on_start)
-            sys.monitoring.set_events(TOOL, events.PY_START | events.PY_RESUME)
-        sys.monitoring.restart_events()
-        try:
-            yield
-        finally:
-            if len(_recordings) > 1:
-                sys.monitoring.restart_events()  # the outer one did not see what the inner one saw first
-            else:
-                sys.monitoring.set_events(TOOL, events.NO_EVENTS)
-                sys.monitoring.free_tool_id(TOOL)
-
-    def _on_start(code: CodeType, offset: int) -> Any:
-        if _recordings and threading.get_ident() not in _unrecorded:
-            _add(code)
-        return sys.monitoring.DISABLE
-
-    @contextlib.contextmanager
-    def _not_called_back() -> Iterator[None]:
-        """Has what runs for the first time on this thread count as not seen."""
-        thread = threading.get_ident()
-        outer = thread in _unrecorded
-        _unrecorded.add(thread)
-        try:
-            yield
-        finally:
-            if not outer:
-                _unrecorded.remove(thread)
-            sys.monitoring.restart_events()
-
-    _unrecorded: set[int] = set()
-    """Threads that are not recorded just now."""
-
-else:
-
-    class _Profiler(cProfile.Profile):
-        """What `sys.getprofile` gives to code that sets it again with `sys.setprofile`, which calls it."""
-
-        def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-            _on_event(frame, event, argument)
-            self.enable()
-
-    @contextlib.contextmanager
-    def _called_back() -> Iterator[None]:
-        """Calls `_add` for what a profiler in C saw on this thread, and a profile function on those that are started: both
-        leave tracing to debuggers and coverage, and the first costs a third.
-        """
-        profiler, outer_threads = _Profiler(subcalls=False, builtins=False), threading.getprofile()
-        with _not_called_back():
-            threading.setprofile(_on_event)
-            profiler.enable()
-            try:
-                yield
-            finally:
-                profiler.disable()
-                threading.setprofile(outer_threads)
-                for entry in profiler.getstats():
-                    if isinstance(entry.code, CodeType):
-                        _add(entry.code)
-
-    def _on_event(frame: FrameType, event: str, argument: Any) -> None:
-        """Of a thread that outlives the recording in which it was started, too, for the one that there is then."""
-        if event == "call" and _recordings:
-            _add(frame.f_code)
-
-    @contextlib.contextmanager
-    def _not_called_back() -> Iterator[None]:
-        """Takes the profiler or profile function away from this thread."""
-        outer = sys.getprofile()
-        if isinstance(outer, cProfile.Profile):
-            outer.disable()  # only so it counts the functions that have not returned yet
-        sys.setprofile(None)
-        try:
-            yield
-        finally:
-            if isinstance(outer, cProfile.Profile):
-                outer.enable()
-            else:
-                sys.setprofile(outer)
+def _on_start(code: CodeType, offset: int) -> Any:
+    """Called at the first start of each function only, so it costs next to nothing."""
+    if _recordings and is_own(code.co_filename):
+        if _is_importing():
+            return None  # called again when the function starts for a job
+        _add(code)
+    return sys.monitoring.DISABLE
 
 
-def unrecorded() -> contextlib.AbstractContextManager[None]:
-    """For imports of packages and of what is ours, which counts by the names that use it: the body of a class runs once in
-    a process, and would count for the job that came first. And for calls of packages that call nothing of ours: before
-    Python 3.12 recording takes its time for each function that they call.
-    """
-    return _not_called_back()
+def _is_importing() -> bool:
+    """Whether this thread imports a module that is installed or of the library: it runs its body, or what that calls."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    if frame is None or frame.f_back is None or frame.f_back.f_code.co_filename != IMPORTER:
+        return False
+    return _is_import(frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_import(filename: str) -> bool:
+    return _is_installed(filename) or (filename.startswith(LIBRARY) and not filename.startswith(FAULTS))
 
 
 def _add(code: CodeType) -> None:
     seen, file = _recordings[-1], code.co_filename
-    if id(code) not in seen and is_own(file):
+    if id(code) not in seen:
         if file not in loaded_files:
             loaded_files[file] = modified_time(file)
         seen[id(code)] = code, loaded_files[file]
@@ -159,7 +100,7 @@ loaded_files: dict[str, float | None] = {}
 
 @functools.cache
 def _watch_loading() -> None:
-    """Keeps `_loaded` from now on: an edit while a job runs would not be told from one before, were it looked up later."""
+    """Keeps `loaded_files` from now on: looked up later, an edit while a job runs would look like one before it."""
     loaded_files.update(sources())
     sys.addaudithook(_on_audit)
 
@@ -169,7 +110,7 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
         loaded_files[file] = modified_time(file)
 
 
-def cached(function: Callable[P, T]) -> Callable[P, T]:
+def cached[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """`functools.cache` that keeps the code, too, that ran for a value: it counts as run by every job that is given the
     value. For what the jobs of a process share.
     """
@@ -231,5 +172,9 @@ def is_own(filename: str) -> bool:
 
     Nor a file of the recorder. A name without a folder is no file: torch.ops has one.
     """
-    installed = filename.startswith(INSTALLED) or "site-packages" in filename
-    return filename.endswith(".py") and os.path.isabs(filename) and not installed and filename not in RECORDER
+    is_source = filename.endswith(".py") and os.path.isabs(filename)
+    return is_source and not _is_installed(filename) and filename not in RECORDER
+
+
+def _is_installed(filename: str) -> bool:
+    return filename.startswith(INSTALLED) or "site-packages" in filename

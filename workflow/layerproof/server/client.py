@@ -14,27 +14,7 @@ import sys
 import zlib
 
 from layerproof.devices import is_cpu
-
-SIDES = {
-    **dict.fromkeys(("weights", "tokens", "predict", "preflight", "golden"), "golden"),
-    **dict.fromkeys(("port", "force", "bisect"), "port"),
-    "diagnose": "diagnose",
-}
-"""Verbs that share a process: because they have use for torch and transformers, because they run a port, because they have
-the dictionary of faults. The others share one that imports none of this.
-"""
-
-BY_KIND = ("port", "diagnose")
-"""Sides of which only stages of one kind share a process, and what they ran counts for each of them: a port may keep
-something in its first job that the next one uses, such as a compiled graph or a table; and faults are registered when the
-dictionary is imported.
-"""
-
-DIGITS = 8
-"""Of the checksums that name environments and kinds."""
-
-HOST, DEVICE = b"h", b"d"
-"""Whether the process of a job holds a device, so that an idle one of another kind has to end before it."""
+from layerproof.server.protocol import BY_KIND, DEVICE, DIGITS, HOST, side_of
 
 NO_DIGITS = dict.fromkeys(map(ord, "0123456789"))
 
@@ -113,11 +93,6 @@ def _submitted(folder: str, argv: list[str]) -> int | None:
         return cli.run(argv, lambda tasks, leave_error: jobs.blame(tasks, leave_error, finished, died))
     print(f"error: {how_it_ended(died)} Run it again.", file=sys.stderr)
     return 1
-
-
-def side_of(verb: str) -> str:
-    """The side whose server runs a verb."""
-    return SIDES.get(verb, "other")
 
 
 def _is_on_host(argv: list[str]) -> bool:

@@ -2,8 +2,8 @@
 
 Under snakemake `python -m layerproof VERB` is a client. It hands its command line, directory and output to a server, which
 the first job starts if the call did not, and waits; the server hands them to a runner, one that is idle or a new one, and a
-runner takes the next job when it has done this one. There is a server for each side of `client.SIDES`. Of ports on the host
-there is a runner for each kind of stage, which the server forks when it has imported what they have in common.
+runner takes the next job when it has done this one. There is a server for each side of `protocol.SIDES`. Of ports on the
+host there is a runner for each kind of stage, which the server forks when it has imported what they have in common.
 
 Where it matters a job is as alone as in a process of its own: a runner that dies takes only its own job with it, and the
 client learns how it died; the runner of a client that is killed is killed; after an error that is not of our own making, and
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 from layerproof.rerun.preload import NEEDED, PACKAGES, import_packages
-from layerproof.server.client import BY_KIND, DEVICE, DIGITS, HOST, side_of
+from layerproof.server.protocol import BY_KIND, DEVICE, DIGITS, HOST, side_of
 
 if TYPE_CHECKING:
     from io import TextIOWrapper

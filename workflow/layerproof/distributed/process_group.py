@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from layerproof.errors import UserError, first_line
-from layerproof.port.ranks import free_port, mark
+from layerproof.distributed.marks import free_port, mark
 
 BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
 
-T = TypeVar("T")
+
+class DistributedError(RuntimeError):
+    """The process group cannot be formed; the message says why, in one line."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
     `pjrt_device` names the XLA device (`CPU`, `NEURON`, `TPU`); `auto` takes $PJRT_DEVICE, and CPU if it is not set.
 
     Raises:
-        UserError: if the device is not there or the process group cannot be formed.
+        DistributedError: if the device is not there or the process group cannot be formed.
     """
     hardware = platform
     if platform == "xla":
@@ -51,7 +52,9 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
     try:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except ValueError as error:
-        raise UserError(f"RANK and WORLD_SIZE must be numbers ({error}). Correct the launcher's environment.") from None
+        raise DistributedError(
+            f"RANK and WORLD_SIZE must be numbers ({error}). Correct the launcher's environment."
+        ) from None
     device = _device(platform, hardware, rank)
     if not dist.is_initialized():
         mark(rank, "init process group")
@@ -63,13 +66,15 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
             )
         except (RuntimeError, ValueError) as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise UserError(
+            raise DistributedError(
                 f"rank {rank}: no process group at {address} ({error}). Check MASTER_ADDR and MASTER_PORT."
             ) from error
         mark(rank, "process group is up")
     elif (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         there = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-        raise UserError(f"rank {rank} of {world_size}: this process is in a group already, as {there}. Start another.")
+        raise DistributedError(
+            f"rank {rank} of {world_size}: this process is in a group already, as {there}. Start another."
+        )
     return Environment(device, hardware, BACKENDS[platform], rank, world_size)
 
 
@@ -78,7 +83,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def of_all_ranks(value: T) -> list[T]:
+def of_all_ranks[T](value: T) -> list[T]:
     """What each rank of this process's group has, by rank; values are anything that can be pickled, on any device."""
     gathered: list[Any] = [None] * world_size()
     dist.all_gather_object(gathered, value, group=dist.new_group(backend=BACKENDS["cpu"]))
@@ -136,9 +141,15 @@ def _device(platform: str, hardware: str, rank: int) -> torch.device:
 
             return torch_xla.device()
         except (ImportError, RuntimeError) as error:
-            raise UserError(f"port.device: no XLA device for PJRT_DEVICE={hardware} ({first_line(error)}).") from error
+            raise DistributedError(
+                f"port.device: no XLA device for PJRT_DEVICE={hardware} ({_first_line(error)})."
+            ) from error
     if platform == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         return device
     return torch.device(platform)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
