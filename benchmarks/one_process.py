@@ -9,7 +9,6 @@ from pathlib import Path
 
 import yaml
 
-import layerproof
 from layerproof.compare import audit
 from layerproof.compare import stage as compare_stages
 from layerproof.diagnose.result import undiagnosed
@@ -24,8 +23,6 @@ from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
 from layerproof.report import page, plots, verdicts
 from layerproof.tensors.hdf5 import read_stage_input
-
-TEMPLATE = Path(layerproof.__file__).parent / "report/templates/report.html.j2"
 
 
 def main(directory: Path) -> None:

@@ -3,7 +3,6 @@
 import copy
 import html
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -18,12 +17,10 @@ from layerproof.model import stages
 from layerproof.report import page, plots
 from layerproof.report import weights as report_weights
 from layerproof.report.coverage import what_was_compared, what_was_not_compared
-from layerproof.report.page import __file__
+from layerproof.report.page import TEMPLATE
 from layerproof.report.sentences import verdict_sentences
 from layerproof.report.words import number, share
 from layerproof.tensors.tensor import Tensor
-
-TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 
 
 def sentences(comparisons, chains=(), diagnoses=()):

@@ -1,19 +1,17 @@
 """The report in a real browser: on a wide and on a narrow screen it fits, fetches nothing, and says the verdict first."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import sync_playwright
 
 import reports
 from layerproof.report import plots
-from layerproof.report.page import __file__, render
+from layerproof.report.page import TEMPLATE, render
 from layerproof.report.sentences import verdict_sentences
 
 pytestmark = pytest.mark.browser
 
-TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 FLAGS = (
     "--headless",
     "--no-sandbox",

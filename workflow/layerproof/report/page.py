@@ -28,6 +28,7 @@ from layerproof.rerun.recorder import REPOSITORY
 from layerproof.taps import OUT, in_order
 from layerproof.tensors.tensor import brackets
 
+TEMPLATE = Path(__file__).parent / "templates/report.html.j2"
 FIXED = {
     "max_abs": f"max abs < {FIXED_MAX_ABS:g}",
     "mean_abs": f"mean abs < {FIXED_MEAN_ABS:g}",
