@@ -8,13 +8,13 @@
 # PYTHON=...    the Python to set up with, in place of the one that requirements/find-python.sh finds
 
 VENV := .venv
-CORES ?= 1
+CORES ?= all
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .PHONY: report test lint same bugs bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
-	snakemake --cores $(CORES) results/report.html
+	layerproof run --cores $(CORES)
 
 test: setup-dev lint
 	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder
@@ -34,7 +34,7 @@ lint: setup-dev
 	pyright
 	snakefmt --check --diff Snakefile workflow/rules
 	snakemake --lint
-	PYTHONPATH=workflow lint-imports --no-cache
+	lint-imports --no-cache
 
 setup: $(VENV)/run.done
 
@@ -51,4 +51,5 @@ $(VENV)/bin/uv: requirements/uv.txt
 
 $(VENV)/%.done: requirements/%.txt $(VENV)/bin/uv
 	uv pip install --quiet --python $(VENV)/bin/python --require-hashes --compile-bytecode -r $<
+	uv pip install --quiet --python $(VENV)/bin/python --no-deps --no-build-isolation --editable .
 	touch $@

@@ -4,10 +4,10 @@
 #     -> results/prediction.json, results/preflight/SIDE.json   what jobs will take, and whether this host has it
 #     -> results/golden/STAGE.h5, results/noise/STAGE.h5    the trusted model, with fp32 truth; its noise
 #     -> results/port/STAGE.h5, results/chain/A-B/STAGE.h5  the port on the golden's input, and on its own
-#     -> results/audit.json                                 what became of the weights
 #     -> results/compare/STAGE.json, results/compare/chain/A-B.json                     how far apart they are
-#     -> results/forced/STAGE.h5 -> results/diagnosis/STAGE.json    where a stage goes wrong, and why -> results/verdicts.json
-#     -> results/trimmed/STAGE.json                         of stages that pass the taps are dropped, if that is asked for
+#     -> results/forced/STAGE.h5 -> results/diagnosis/STAGE.json    where a stage goes wrong, and why
+#     -> results/audit.json, results/verdicts.json          what became of the weights, and all in one verdict
+#     -> results/trimmed/STAGE.json                         the taps of stages that pass are dropped, if that is asked for
 #     -> results/plots/ -> results/report.html -> results/manifest.json -> results/archive/RUN.zip
 #
 # Any of these files is a target. results/records/ mirrors them with what each was made from.
@@ -17,22 +17,17 @@ from snakemake.utils import min_version
 min_version("9.27")
 
 
-include: "workflow/rules/common.smk"
-include: "workflow/rules/containers.smk"
-include: "workflow/rules/workers.smk"
-include: "workflow/rules/stamps.smk"
-include: "workflow/rules/settings.smk"
-include: "workflow/rules/resources.smk"
-include: "workflow/rules/prepare.smk"
+include: "workflow/rules/common.smk"  # config, stages, and what rules are made of
+include: "workflow/rules/resources.smk"  # memory and time that a cluster is asked for
+include: "workflow/rules/internals.smk"  # what is off Snakemake's documented interface
+include: "workflow/rules/model.smk"  # weights, tokens
+include: "workflow/rules/host.smk"  # prediction, preflight
 include: "workflow/rules/golden.smk"
-include: "workflow/rules/stored.smk"
 include: "workflow/rules/port.smk"
-include: "workflow/rules/audit.smk"
 include: "workflow/rules/compare.smk"
 include: "workflow/rules/diagnose.smk"
-include: "workflow/rules/trim.smk"
 include: "workflow/rules/report.smk"
-include: "workflow/rules/blocks.smk"
+include: "workflow/rules/blocks.smk"  # several stages in one job
 
 
 onstart:
@@ -40,12 +35,7 @@ onstart:
         from layerproof.host import preflight
 
         or_exit(preflight.require_slurm)
-    # Snakemake 9.27 limits how many jobs start in a second. For that it wakes its scheduler every second once more for each job
-    # that ended, which after some hundred jobs takes a core. Its default, 100 a second, is out of reach; others are kept.
-    limit = workflow.scheduling_settings.max_jobs_per_timespan
-    if limit and (limit.max_jobs, limit.timespan) == (100, 1):
-        workflow.scheduler.job_rate_limiter = None
-    prepare_port()
+    limit_no_starts()
 
 
 rule all:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -79,25 +77,10 @@ def _read_bytes() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def _adopt_orphans() -> None:
-    """Makes processes whose parent has ended children of this one: those that the jobs of snakemake share."""
-    PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _wait_for_orphans() -> None:
-    """Only of a process that was waited for is it known what it took."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
-
-
 if __name__ == "__main__":
-    _adopt_orphans()
     started, before = time.perf_counter(), _read_bytes()
     code = subprocess.run(sys.argv[1:]).returncode
     wall = time.perf_counter() - started
-    _wait_for_orphans()
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     print(json.dumps(asdict(Measured(wall, peak, _read_bytes() - before))))
     sys.exit(code)

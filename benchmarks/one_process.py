@@ -12,6 +12,7 @@ import yaml
 from layerproof.compare import audit
 from layerproof.compare import stage as compare_stages
 from layerproof.diagnose.result import undiagnosed
+from layerproof.environment import software
 from layerproof.files import write_json, write_text
 from layerproof.golden import stage as golden_stage
 from layerproof.host import prediction
@@ -27,18 +28,16 @@ from layerproof.tensors.hdf5 import read_stage_input
 
 def main(directory: Path) -> None:
     """Works in a folder with `config.yaml`, its model and its token ids."""
-    settings = resolve(yaml.safe_load((directory / "config.yaml").read_text())).resolved
-    model, results = directory / settings["model"]["checkpoint"], directory / "results"
-    trust = {"trust_remote_code": False}
+    settings = resolve(yaml.safe_load((directory / "config.yaml").read_text())).settings
+    model, results = directory / settings.model.checkpoint, directory / "results"
     layers = checkpoint.num_layers(checkpoint.read_config(model))
     stages = all_stages(layers)
-    descriptions, unused = loading.describe_stages(model, stages, False)
-    ids = Path(settings["inputs"]["token_ids"])
+    descriptions, unused = loading.describe_stages(model, stages, settings.model.trust_remote_code)
+    ids = Path(settings.inputs.token_ids)
     tokens.make(results / "tokens.json", model, checkpoint.read_config(model), None, ids, 4096, False)
     prompts = tokens.Tokens.read(results / "tokens.json")
-    asked = settings | trust | {"compared": stages, "before": [], "chains": {}}
-    predicted = prediction.predict(model, descriptions, prompts, asked)
-    runner = Runner.start(model, prompts, settings["port"] | trust)
+    predicted = prediction.predict(model, descriptions, prompts, settings, stages, [], {})
+    runner = Runner.start(model, prompts, settings)
     comparisons, files = [], {side: {} for side in ("golden", "noise", "port", "plots")}
     for stage in stages:
         for side, ending in (("golden", "h5"), ("noise", "h5"), ("port", "h5"), ("plots", "svg")):
@@ -46,8 +45,7 @@ def main(directory: Path) -> None:
         previous = previous_stage(stage, layers)
         before = [files[side].get(previous) for side in ("golden", "noise")]
         made = files["golden"][stage], files["noise"][stage]
-        golden_settings = settings["golden"] | trust | {"compared": stages}
-        golden_stage.make_stage(stage, model, descriptions[stage], prompts, *before, *made, golden_settings)
+        golden_stage.make_stage(stage, model, descriptions[stage], prompts, *before, *made, settings)
         fed = read_stage_input(before[0], "golden/out") if before[0] else None
         port_stage.make_stage(runner, stage, descriptions[stage], fed, files["port"][stage])
         comparisons.append(compare_stages.compare_stage(stage, *made, files["port"][stage], prompts.valid, LIMIT))
@@ -56,11 +54,11 @@ def main(directory: Path) -> None:
     files["plots"] |= {name: results / f"plots/{name}.svg" for name in ("map", "depth")}
     plots.plot_map(comparisons, files["plots"]["map"])
     plots.plot_depth(comparisons, [], files["plots"]["depth"])
-    audited = audit.audit(descriptions, files["golden"], files["port"], predicted, settings["port"]["dtype"])
+    audited = audit.audit(descriptions, files["golden"], files["port"], predicted, settings.port.dtype)
     diagnoses = [undiagnosed(stage) for stage in stages]
     verdict = verdicts.collect(comparisons, [], diagnoses)
     shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, [], [])
-    write_text(results / "report.html", page.render(TEMPLATE, *shown, {"config": settings}))
+    write_text(results / "report.html", page.render(page.TEMPLATE, *shown, settings, software({})))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the workflow takes beside the numerical work: 62 tiny layers from nothing to the report, and after an edit.
 
-With STAGES_PER_JOB, and once with a job for each stage. The baseline is `one_process.py` in the workflow's folder.
+As it is by default, with several stages in a job, and once with a job for each stage. The baseline is `one_process.py` in
+the workflow's folder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from measure import Result, measure
 LAYERS = 62
 DENSE = 8
 """Layers of the second kind, at the beginning of the model that is edited."""
-STAGES_PER_JOB = 8
 EDITS = {
     "equal numbers": ("class Dense(nn.Module):\n", "class Dense(nn.Module):\n    edited = True\n\n"),
     "other numbers": ("F.silu(self.gate_proj(x)) *", "F.silu(self.gate_proj(x).float()).to(x.dtype) *"),
@@ -59,8 +59,8 @@ def run() -> list[Result]:
         # Compiles what a checkout keeps, before it is copied.
         measure([sys.executable, str(ONE_PROCESS)], Path(folder) / "small")
         for name in ("workflow", "baseline"):
-            _workflow(Path(folder) / name, "minimax_m2", stages_per_job=STAGES_PER_JOB)
-        _workflow(Path(folder) / "single", "minimax_m2")
+            _workflow(Path(folder) / name, "minimax_m2")
+        _workflow(Path(folder) / "single", "minimax_m2", stages_per_job=1)
         baseline = measure([sys.executable, str(ONE_PROCESS)], Path(folder) / "baseline").wall_s
         jobs = measure(SNAKEMAKE, Path(folder) / "workflow").wall_s
         again = measure(SNAKEMAKE, Path(folder) / "workflow").wall_s
@@ -75,9 +75,7 @@ def run() -> list[Result]:
         Result(f"{LAYERS} layers: compilations by graph", compiled / graphs, "a graph", f"{graphs} graphs"),
     ]
     with tempfile.TemporaryDirectory(prefix="layerproof-overhead-") as folder:
-        workflow = _workflow(
-            Path(folder) / "two", "qwen3_moe", port={"module": "port.py"}, stages_per_job=STAGES_PER_JOB
-        )
+        workflow = _workflow(Path(folder) / "two", "qwen3_moe", port={"module": "port.py"})
         source = REPOSITORY / "tests/ports/qwen3_moe.py"
         (workflow.directory / "port.py").write_text(source.read_text())
         full = measure(SNAKEMAKE, workflow.directory).wall_s

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from layerproof.config import validate
 from layerproof.files import write_json
 from layerproof.golden.variants import VARIANTS
 from layerproof.host import prediction
@@ -33,6 +34,8 @@ from memory import CONFIG, STAGE, make_checkpoint, shapes
 
 FULL = CONFIG | {"num_hidden_layers": 62, "vocab_size": 200064, "attn_type_list": [1] * 62}
 LENGTHS = (512, 4096)
+SETTINGS = validate({"inputs": {"prompts": "prompts.txt"}})
+"""The defaults: golden and port in bf16."""
 PLACED = CONFIG | {"num_local_experts": 16}
 """A model with a layer that is large enough to measure how fast weights are put into place."""
 EFFICIENCY = 0.3
@@ -97,10 +100,9 @@ def predict(directory: Path, length: int) -> dict[str, Any]:
         }
         for stage in all_stages(FULL["num_hidden_layers"])
     }
-    sides = {"golden": {"dtype": "bfloat16"}, "port": {"dtype": "bfloat16", "backend": "xla"}}
     stages = list(descriptions)
-    run = {"trust_remote_code": False, "compared": stages, "before": [], "chains": dict.fromkeys(stages, 1)}
-    return prediction.predict(directory, descriptions, pad([[7] * length], 0), sides | run)
+    chains = dict.fromkeys(stages, 1)
+    return prediction.predict(directory, descriptions, pad([[7] * length], 0), SETTINGS, stages, [], chains)
 
 
 def products(stage: str, length: int, experts: int) -> float:

@@ -47,7 +47,7 @@ def run() -> list[Result]:
                 ]
         for side, path in files.items():
             whole = path.stat().st_size
-            pruning.trim(path)
+            pruning.prune(path)
             name = f"{side}/{STAGE}.h5, compare.taps: auto, if it passes: size"
             results.append(Result(name, path.stat().st_size / whole, "of all", f"{whole / 1e6:.1f} MB"))
     return results

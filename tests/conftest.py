@@ -1,10 +1,11 @@
 """The order of tests: what waits longest comes first. What one leaves is not for the next, but for what they all need."""
 
-import fcntl
-import os
 import sys
 
 import pytest
+
+from configs import REPOSITORY
+from layerproof.paths import TINY_CHECKPOINT
 
 SLOWEST_FIRST = ("slurm", "apptainer", "s3", "workflow")
 
@@ -26,17 +27,6 @@ def own_path():
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """The default checkpoint, trained once for all processes of this run, for tests that are not about how it is made."""
-    from layerproof.model import tiny
-
-    own = tmp_path_factory.getbasetemp()
-    made = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "trained"
-    with open(made.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            half = made.with_suffix(".half")
-            half.mkdir()
-            tiny.make(half)
-            half.rename(made)
-    return made
+def trained():
+    """The checkpoint that comes with Layerproof, for tests that only read it."""
+    return REPOSITORY / TINY_CHECKPOINT

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from configs import config_with
 from layerproof.diagnose.result import undiagnosed
 from layerproof.measure.metrics import judge
 from layerproof.report import verdicts
@@ -10,15 +11,17 @@ from layerproof.tensors.tensor import Tensor
 LIMIT = 1.5
 TAPS = ("attn.q", "attn.q_rot", "router.scores", "mlp.out", "out")
 CONFIG = {
-    "model": {"checkpoint": "models/small", "seed": 0, "trust_remote_code": False},
-    "inputs": {"prompts": "prompts.txt", "token_ids": None, "max_tokens": 512},
-    "layers": "all",
+    "model": {"checkpoint": "models/small"},
+    "inputs": {"prompts": "prompts.txt"},
     "chains": ["all"],
-    "golden": {"device": "auto", "dtype": "bfloat16"},
-    "parallel": {"tp": 1},
-    "port": {"backend": "xla", "module": "ports/small.py", "dtype": "bfloat16", "compile": None, "options": {}},
+    "port": {"module": "ports/small.py"},
     "compare": {"limit": LIMIT},
 }
+
+
+def config(**sections):
+    """The settings of the run, with other values for some sections."""
+    return config_with(**CONFIG | sections)
 
 
 def tap(name, error=1.0):

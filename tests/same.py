@@ -49,7 +49,8 @@ def content(path: Path, name: str) -> Any:
     if not name.startswith("records/"):
         return SIZE.sub(b"", path.read_bytes()) if name.startswith(HOST) else path.read_bytes()
     record = json.loads(path.read_text())
-    settings = {key: value for key, value in (record.get("settings") or record.get("spec")).items() if key != "files"}
+    job = record.get("job") or {"settings": record.get("spec")}
+    settings = [job["settings"], {key: value for key, value in job.get("arguments", {}).items() if key != "files"}]
     if name.removeprefix("records/").startswith(("preflight/", "report.json")):
         return settings
     return record["inputs"], {name: output["sha256"] for name, output in record["outputs"].items()}, settings

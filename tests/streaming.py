@@ -1,11 +1,12 @@
 """The golden of a small checkpoint, stage by stage."""
 
+from configs import config_with
 from layerproof.golden import stage as golden_stage
 from layerproof.model import checkpoint, loading
 from layerproof.model.stages import all_stages, previous_stage
 from layerproof.model.tokens import pad
 
-SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False}
+SETTINGS = config_with(golden={"device": "cpu"})
 TOKENS = pad([list(range(3, 23)), [5, 9, 2, 40, 41], [7] * 12], pad_id=0)
 
 
@@ -25,7 +26,8 @@ def stream(directory, results, whole=None, tokens=TOKENS, compared=None):
             *before,
             results / f"{stage}.h5",
             results / f"{stage}.noise.h5",
-            SETTINGS | {"compared": stages if compared is None else compared},
+            SETTINGS,
+            compared is None or stage in compared,
             whole,
         )
     return stages

@@ -105,6 +105,7 @@ ABORTS = """
 import os, sys
 from pathlib import Path
 from layerproof.rerun import jobs
+from layerproof.rerun.job import Job
 from layerproof.files import write_text
 
 def work():
@@ -112,8 +113,9 @@ def work():
     sys.stderr.flush()
     os.abort()
 
-job = jobs.Job("port", {}, "new", (), (Path("out"),), Path("record.json"))
-jobs.run_apart([(job, work)], lambda job, error: write_text(job.outputs[0], str(error)))
+job = Job("port/layer_000", {}, {}, {}, "new", "it has not run before", "new")
+task = jobs.Task(job, (), (Path("out"),), work)
+jobs.run_in_subprocess([task], lambda task, error: write_text(task.outputs[0], str(error)))
 """
 
 

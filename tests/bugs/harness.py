@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 
 import models
+from configs import REPOSITORY, config_with
+from layerproof import config
 from layerproof.compare.stage import compare_stage
-from layerproof.diagnose.diagnose import Files, Stage, diagnose
+from layerproof.config import Config
+from layerproof.diagnose.diagnose import FailedStage, Files, diagnose
 from layerproof.files import read_json, write_json
 from layerproof.golden import stage as golden_stage
 from layerproof.measure.rule import LIMIT
@@ -19,20 +22,13 @@ from layerproof.model import checkpoint, loading, tiny, tokens
 from layerproof.model.stages import all_stages, previous_stage
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
-from layerproof.rerun.recorder import REPOSITORY
 from layerproof.tensors import hdf5
 
 PROMPTS = REPOSITORY / "workflow/resources/prompts.txt"
 TINY = "tiny"
 """The model that the default run makes and trains; the others are the random ones of tests/models.py."""
 
-SETTINGS = {
-    "device": "cpu",
-    "dtype": "bfloat16",
-    "attn_implementation": None,
-    "experts_implementation": None,
-    "trust_remote_code": False,
-}
+SETTINGS = config_with(golden={"device": "cpu"})
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def make_model(
         output, noise = (directory / part / f"{stage}.h5" for part in ("golden", "noise"))
         for path in (output, noise):
             path.parent.mkdir(exist_ok=True)
-        settings = SETTINGS | {"attn_implementation": attention, "compared": model.stages}
+        settings = config.changed(SETTINGS, golden=config.changed(SETTINGS.golden, attn_implementation=attention))
         before = [model.previous(stage, folder) for folder in ("golden", "noise")]
         golden_stage.make_stage(stage, made, descriptions[stage], prompts, *before, output, noise, settings)
     return model
@@ -114,17 +110,9 @@ class Outcome:
     effect: float | None
 
 
-def port_settings(path: Path | None, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The config's `port` for this file, or for unmodified transformers without one."""
-    return {
-        "backend": "transformers" if path is None else "xla",
-        "module": str(path),
-        "device": "auto",
-        "dtype": dtype,
-        "compile": None,
-        "options": {},
-        "trust_remote_code": False,
-    }
+def port_settings(path: Path | None, dtype: str = "bfloat16") -> Config:
+    """The config for a port in this file, or for unmodified transformers without one."""
+    return config_with(port={"backend": "transformers" if path is None else "xla", "module": str(path), "dtype": dtype})
 
 
 def run(
@@ -160,9 +148,9 @@ def run(
     diagnosis: dict[str, Any] = {"culprits": [], "together": None}
     if comparison["status"] == "fail" and diagnosed:
         wanted = hdf5.read_group(files.golden, "golden")
-        port_stage.force_stage(runner, stage, description, fed, wanted, files.forced)
+        port_stage.teacher_force_stage(runner, stage, description, fed, wanted, files.forced)
         descriptions = {name: model.description(name) for name in model.stages}
-        subject = Stage(stage, model.checkpoint, descriptions, model.prompts, before, SETTINGS, LIMIT)
+        subject = FailedStage(stage, model.checkpoint, descriptions, model.prompts, before, SETTINGS, LIMIT)
         diagnosis = diagnose(subject, comparison, files)
     out = comparison["taps"]["out"]
     effect = max(map(_effect, comparison["taps"].values()))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs import config_with
 from layerproof.compare import audit
 from layerproof.model import loading
 from layerproof.model.checkpoint import torch_name
@@ -47,17 +48,7 @@ def findings(run, directory, *edits, **settings):
 
 def findings_in(run, directory, source, notes=False, **settings):
     (directory / "port.py").write_text(source)
-    settings = {
-        **{
-            "backend": "xla",
-            "module": str(directory / "port.py"),
-            "device": "CPU",
-            "dtype": "bfloat16",
-            "compile": None,
-            "options": {},
-        },
-        **{"trust_remote_code": False, **settings},
-    }
+    settings = config_with(port={"module": str(directory / "port.py"), "device": "CPU", **settings})
     descriptions, _ = loading.describe_stages(run / "model", [STAGE], trust_remote_code=False)
     fed = hdf5.read(run / "layer_000.h5", "golden/out")
     runner = Runner.start(run / "model", TOKENS, settings)
@@ -66,7 +57,7 @@ def findings_in(run, directory, source, notes=False, **settings):
     jobs = {"golden": 2_000, "port": 1_000}
     totals = {"whole": 9_000, "files": 300, "kept": 30, "machines": []}
     predicted = {"stages": {STAGE: jobs | {"files": 300}}, **jobs, **totals}
-    audited = audit.audit(descriptions, *files, predicted, settings["dtype"])
+    audited = audit.audit(descriptions, *files, predicted, settings.port.dtype)
     entry = audited["stages"][STAGE]
     assert entry["predicted"] == jobs and audited["run"] == jobs | totals
     assert entry["files"] == sum(path.stat().st_size for side in files for path in side.values())
@@ -79,14 +70,14 @@ def test_the_shipped_port_and_transformers_have_their_books_in_order(run, tmp_pa
     assert findings(run, tmp_path, backend="transformers") == []
 
 
-def test_files_that_were_trimmed_have_the_books_of_whole_ones(run, tmp_path):
+def test_pruned_files_have_the_books_of_the_original_ones(run, tmp_path):
     findings(run, tmp_path)
     (description,) = loading.describe_stages(run / "model", [STAGE], trust_remote_code=False)[0].values()
     files = shutil.copy(run / f"{STAGE}.h5", tmp_path / "golden.h5"), tmp_path / "port.h5"
-    whole = audit.audit_stage(description, *files, "bfloat16")
+    original = audit.audit_stage(description, *files, "bfloat16")
     for file in files:
-        pruning.trim(file)
-    assert audit.audit_stage(description, *files, "bfloat16") == whole
+        pruning.prune(file)
+    assert audit.audit_stage(description, *files, "bfloat16") == original
 
 
 def test_of_a_stage_whose_weights_cannot_be_read_nothing_is_predicted(run, tmp_path):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds FOLDER/layerproof.sif and FOLDER/neuron.sif by the recipes in containers/, from a Debian root that is made here, since a
-# test cannot count on an image registry. Its Python is newer than Debian 12's. In place of the Neuron SDK's image stands one
+# Builds FOLDER/layerproof.sif and FOLDER/neuron.sif by the recipes in containers/, from a Debian root that is made here, because a
+# test cannot count on an image registry. In place of the Neuron SDK's image stands one
 # with torch, torch-xla and numpy and nothing else of ours.
 # Usage: build-images.sh FOLDER    (as root, with Apptainer on PATH)
 set -euo pipefail
@@ -37,7 +37,7 @@ squash="-comp zstd -Xcompression-level 1"
 build --sandbox $(base "$folder/debian") "$folder/root" containers/layerproof.def
 build --mksquashfs-args "$squash" "$folder/layerproof.sif" "$folder/root"
 # What is left is what the SDK's image has, too.
-for package in accelerate h5py jinja2 jsonschema llvmlite matplotlib numba psutil safetensors snakemake tokenizers transformers; do
+for package in accelerate h5py jinja2 jsonschema llvmlite matplotlib numba psutil pydantic pydantic_core safetensors snakemake tokenizers transformers; do
     rm -r "$folder"/root/opt/layerproof/lib/python3*/site-packages/"$package"{,-[0-9]*}
 done
 # shellcheck disable=SC2046

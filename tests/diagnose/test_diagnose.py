@@ -1,6 +1,5 @@
 """A diagnosis where little is known: no taps at all, a forced run that failed, a stage that passes."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from bugs import harness
+from configs import REPOSITORY, config_with
+from layerproof.config import selected
 from layerproof.diagnose import diagnose
 from layerproof.diagnose.result import undiagnosed
 from layerproof.errors import StageError
 from layerproof.files import read_json, write_json
-from layerproof.rerun.recorder import REPOSITORY
+from layerproof.rerun.job import Job
 from layerproof.tensors import hdf5
 
 STAGE = "layer_001"
@@ -76,7 +77,7 @@ def test_a_forced_run_that_failed_is_why_there_is_no_diagnosis(model, tmp_path):
     )
     hdf5.write_error(files.forced, StageError("the port ran out of memory"))
     descriptions = {name: model.description(name) for name in model.stages}
-    stage = diagnose.Stage(
+    stage = diagnose.FailedStage(
         STAGE, model.checkpoint, descriptions, model.prompts, model.previous(STAGE), harness.SETTINGS, 1.5
     )
     with pytest.raises(StageError, match="the port ran out of memory"):
@@ -85,26 +86,28 @@ def test_a_forced_run_that_failed_is_why_there_is_no_diagnosis(model, tmp_path):
         diagnose.diagnose(stage, {"taps": {}}, replace(files, golden=tmp_path / "gone.h5"))
 
 
-def run_verb(directory, comparison, forced_error=None):
-    """`layerproof diagnose` on a comparison, by the command line; its files need not be there if the stage passes."""
-    write_json(directory / "comparison.json", comparison)
-    (directory / "tokens.json").write_text("{}")
-    (directory / "config.json").write_text("{}")
-    arguments = ["diagnose", "diagnosis.json", "--comparison", "comparison.json", "--tokens", "tokens.json"]
-    spec = json.dumps({"stage": STAGE, "limit": 1.5, "checkpoint_dir": "."})
+FILES = {
+    "comparison": f"compare/{STAGE}.json",
+    **{kind: f"{kind}/{STAGE}.h5" for kind in ("golden", "noise", "port", "forced")},
+    "weights": f"weights/{STAGE}.json",
+    "tokens": "tokens.json",
+    "config": "config.json",
+}
+OUTPUT = f"diagnosis/{STAGE}.json"
+
+
+def run_verb(directory, comparison):
+    """`layerproof diagnose` on a comparison, by the command line; its other files are empty."""
+    for name in FILES.values():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("{}" if name.endswith(".json") else "")
+    write_json(directory / FILES["comparison"], comparison)
+    settings = selected(config_with(), ["model", "golden", "compare.limit"])
+    job = Job(f"diagnosis/{STAGE}", settings, {"fed_by": [], "related": []}, {}, "", "", "")
+    job.write(directory / "job.json")
+    files = [part for flag, name in FILES.items() for part in (f"--{flag}", name)]
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "layerproof",
-            *arguments,
-            "--config",
-            "config.json",
-            "--spec",
-            spec,
-            "--record",
-            "record.json",
-        ],
+        [sys.executable, "-m", "layerproof", "diagnose", OUTPUT, "--job", "job.json", *files],
         cwd=directory,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow")},
         capture_output=True,
@@ -114,15 +117,15 @@ def run_verb(directory, comparison, forced_error=None):
 
 def test_a_stage_that_passes_has_nothing_to_diagnose_and_its_output_is_left_alone(tmp_path):
     assert run_verb(tmp_path, {"status": "pass"}).returncode == 0
-    assert read_json(tmp_path / "diagnosis.json") == undiagnosed(STAGE)
-    before = (tmp_path / "diagnosis.json").stat().st_ino
+    assert read_json(tmp_path / OUTPUT) == undiagnosed(STAGE)
+    before = (tmp_path / OUTPUT).stat().st_ino
     outcome = run_verb(tmp_path, {"status": "pass", "taps": {}})
-    assert "runs because" in outcome.stdout
-    assert (tmp_path / "diagnosis.json").stat().st_ino == before
+    assert "runs because" in outcome.stderr
+    assert (tmp_path / OUTPUT).stat().st_ino == before
 
 
 def test_a_diagnosis_that_fails_is_a_result_with_its_reason(tmp_path):
     outcome = run_verb(tmp_path, {"status": "fail", "taps": {}})
     assert outcome.returncode == 0
-    found = read_json(tmp_path / "diagnosis.json")
+    found = read_json(tmp_path / OUTPUT)
     assert found["culprits"] == [] and found["reason"]

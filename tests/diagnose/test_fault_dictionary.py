@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs import config_with
 from layerproof.diagnose import diagnose
 from layerproof.diagnose.faults import DICTIONARY, NotApplicable
 from layerproof.model import checkpoint, loading, tokens
 from layerproof.taps import OUT, SHAPES
 from models import CONFIGS, FP8, save
 
-SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False}
+SETTINGS = config_with(golden={"device": "cpu"})
 PROMPTS = tokens.pad([list(range(3, 23)), [5, 9, 2, 40, 41, 7, 8]], 0)
 MODELS = [*CONFIGS, "deepseek_v3", "gemma2", "mixtral", "glm4", "cohere2", "phi", *FP8]
 STAGES = ["embed", "layer_000", "layer_001", "norm", "lm_head"]
@@ -35,7 +36,7 @@ def golden_stage(model, name, dtype):
     config = checkpoint.read_config(directory)
     stages = ["embed", *(f"layer_{layer:03d}" for layer in range(config["num_hidden_layers"])), "norm", "lm_head"]
     descriptions, _ = loading.describe_stages(directory, stages, False)
-    subject = diagnose.Stage(name, directory, descriptions, PROMPTS, None, SETTINGS, 1.5)
+    subject = diagnose.FailedStage(name, directory, descriptions, PROMPTS, None, SETTINGS, 1.5)
     made = diagnose.load(subject, torch.device("cpu"))[dtype == torch.float32]
     if name != "embed":
         shape = (*PROMPTS.ids.shape, config["hidden_size"])

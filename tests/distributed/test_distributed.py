@@ -10,8 +10,8 @@ import textwrap
 import pytest
 import torch
 
+from configs import REPOSITORY
 from layerproof.distributed import process_group as distributed
-from layerproof.rerun.recorder import REPOSITORY
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PJRT_DEVICE")
 

@@ -8,6 +8,7 @@ import torch
 import torch_xla
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from configs import config_with
 from layerproof.golden import stage as golden_stage
 from layerproof.model import checkpoint, fp8, loading
 from layerproof.model.tokens import pad
@@ -19,7 +20,7 @@ from models import COMMON
 from peak import Peak
 
 STAGE = "layer_000"
-SETTINGS = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False, "compared": [STAGE]}
+SETTINGS = config_with(golden={"device": "cpu"}, port={"device": "CPU"})
 TOKENS = pad([[3, 4, 5], [6, 7]], pad_id=0)
 WIDE = {"num_hidden_layers": 1, "num_local_experts": 64, "num_experts_per_tok": 2, "rotary_dim": 8, "hidden_size": 128}
 
@@ -52,10 +53,8 @@ def read(monkeypatch):
 
 def started(directory):
     """A runner of the shipped port, and what its layer is fed with."""
-    settings = {"backend": "xla", "device": "CPU", "dtype": "bfloat16", "compile": None, "options": {}}
-    of_port = {"module": "workflow/ports/minimax_m2.py", "trust_remote_code": False}
     fed = hdf5.to_array(torch.zeros(*TOKENS.ids.shape, WIDE["hidden_size"], dtype=torch.bfloat16))
-    return Runner.start(directory, TOKENS, settings | of_port), fed
+    return Runner.start(directory, TOKENS, SETTINGS), fed
 
 
 def sizes(description):
@@ -65,7 +64,9 @@ def sizes(description):
 def test_golden_reads_its_stage_once(model, read, tmp_path):
     directory, stages, _ = model
     paths = [tmp_path / name for name in ("embed.h5", "embed.noise.h5", "layer.h5", "layer.noise.h5")]
-    golden_stage.make_stage("embed", directory, stages["embed"], TOKENS, None, None, *paths[:2], SETTINGS)
+    golden_stage.make_stage(
+        "embed", directory, stages["embed"], TOKENS, None, None, *paths[:2], SETTINGS, with_taps=False
+    )
     read.clear()
     golden_stage.make_stage(STAGE, directory, stages[STAGE], TOKENS, *paths, SETTINGS)
     assert read == sizes(stages[STAGE])
@@ -81,7 +82,9 @@ def test_port_reads_its_stage_once(model, read, tmp_path):
 def test_golden_holds_its_stage_once(model, tmp_path):
     directory, stages, size = model
     paths = [tmp_path / name for name in ("embed.h5", "embed.noise.h5", "layer.h5", "layer.noise.h5")]
-    golden_stage.make_stage("embed", directory, stages["embed"], TOKENS, None, None, *paths[:2], SETTINGS)
+    golden_stage.make_stage(
+        "embed", directory, stages["embed"], TOKENS, None, None, *paths[:2], SETTINGS, with_taps=False
+    )
     with Peak() as peak:
         golden_stage.make_stage(STAGE, directory, stages[STAGE], TOKENS, *paths, SETTINGS)
     assert size <= peak.bytes < 1.25 * size

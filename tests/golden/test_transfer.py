@@ -13,17 +13,27 @@ from layerproof.errors import UserError
 from layerproof.files import sha256, write_json
 from layerproof.golden import transfer
 from layerproof.rerun import fingerprint
+from layerproof.rerun.job import Job
 from layerproof.rerun.records import Record, described
 from layerproof.tensors.pruning import MAGIC
 
-SPEC = {
-    "dtype": "bfloat16",
-    "attn_implementation": None,
-    "experts_implementation": None,
-    "trust_remote_code": False,
-    "compared": ["layer_001"],
+SETTINGS = {
+    "golden": {"dtype": "bfloat16", "attn_implementation": None, "experts_implementation": None},
+    "model": {"checkpoint": "model", "trust_remote_code": False},
 }
-TAKEN = SPEC | {"stage": "layer_001", "storage": "s3://runs/one"}
+
+
+def job_of(settings=SETTINGS, with_taps=True, stage="layer_001"):
+    return Job(f"golden/{stage}", settings, {"with_taps": with_taps}, {}, "new", "it has not run before", "new")
+
+
+def with_setting(section, **values):
+    return SETTINGS | {section: SETTINGS[section] | values}
+
+
+HERE = with_setting("golden", storage="s3://runs/one")
+IMPORT = job_of(HERE)
+"""The job that imports what the other host exported."""
 
 
 class Host:
@@ -45,7 +55,7 @@ class Host:
             (folder / name).write_text(content)
         self.outputs = [self.path(f"results/{name}/layer_001.h5") for name in ("golden", "noise")]
         self.record = self.path("results/records/golden/layer_001.json")
-        self.own = transfer.Own(
+        self.own = transfer.LocalInputs(
             self.path("results/weights/layer_001.json"),
             self.path("results/tokens.json"),
             self.path("config.json"),
@@ -57,7 +67,7 @@ class Host:
     def path(self, name):
         return (self.folder / name).relative_to(self.folder)
 
-    def made(self, spec=SPEC, code=None, error=None):
+    def made(self, job=None, code=None, error=None):
         names = {
             "results/weights/layer_001.json",
             "results/tokens.json",
@@ -66,7 +76,7 @@ class Host:
             "results/noise/layer_000.h5",
         }
         digests = {name: sha256(Path(name)) for name in names}
-        Record("golden", spec, "new", digests, described(self.outputs), code or {}, error).write(self.record)
+        Record(job or job_of(), digests, described(self.outputs), code or {}, error).write(self.record)
         transfer.pack(self.zip, self.record, self.own.weights)
 
 
@@ -80,7 +90,7 @@ def test_what_was_packed_is_taken_as_it_was(host):
     before = [path.read_bytes() for path in host.outputs]
     for path in host.outputs:
         path.unlink()
-    transfer.check(host.zip, host.own, TAKEN)
+    transfer.check(host.zip, host.own, IMPORT)
     assert transfer.unpack(host.zip, host.outputs) == Record.read(host.record)
     assert [path.read_bytes() for path in host.outputs] == before
 
@@ -92,46 +102,62 @@ def test_what_was_packed_is_taken_as_it_was(host):
         (lambda host: host.own.tokens.write_text("others"), "was made from other tokens"),
         (lambda host: host.own.config.write_text("others"), "another config.json of the checkpoint"),
         (lambda host: host.own.before[0].write_text("others"), "was not made from the layer_000 that is here"),
-        (lambda host: host.own.before[1].write_text("others"), "was not made from the layer_000 that is here"),
+        (
+            lambda host: host.own.before[1].write_text("others"),
+            "was not made from the layer_000 that is here.*--forcerun import_golden",
+        ),
     ],
 )
 def test_what_was_made_from_something_else_is_refused(host, change, words):
     host.made()
     change(host)
     with pytest.raises(UserError, match=rf"s3://runs/one/layer_001\.zip: .*{words}"):
-        transfer.check(host.zip, host.own, TAKEN)
+        transfer.check(host.zip, host.own, IMPORT)
 
 
 @pytest.mark.parametrize(
-    ("spec", "code", "words"),
+    ("job", "code", "words"),
     [
-        ({"dtype": "float16"}, None, "golden.dtype float16, and here it is bfloat16"),
-        ({"attn_implementation": "eager"}, None, "golden.attn_implementation eager"),
-        ({"experts_implementation": "eager"}, None, "golden.experts_implementation eager"),
-        ({"trust_remote_code": True}, None, "model.trust_remote_code True, and here it is False"),
-        ({"compared": []}, None, "without taps"),
+        (job_of(with_setting("golden", dtype="float16")), None, "golden.dtype float16, and here it is bfloat16"),
+        (job_of(with_setting("golden", attn_implementation="eager")), None, "golden.attn_implementation eager"),
+        (job_of(with_setting("golden", experts_implementation="eager")), None, "golden.experts_implementation eager"),
         (
-            {},
-            {"workflow/layerproof/golden/stage.py::make_stage": "another"},
-            r"code \(workflow/layerproof/golden/stage.py",
+            job_of(with_setting("model", trust_remote_code=True)),
+            None,
+            "model.trust_remote_code True, and here it is False",
+        ),
+        (job_of(with_taps=False), None, "without taps"),
+        (
+            job_of(),
+            {"layerproof/golden/stage.py::make_stage": "another"},
+            r"code \(layerproof/golden/stage.py",
         ),
     ],
 )
-def test_what_was_made_otherwise_is_refused(host, spec, code, words):
-    host.made(SPEC | spec, code)
+def test_what_was_made_otherwise_is_refused(host, job, code, words):
+    host.made(job, code)
     with pytest.raises(UserError, match=words):
-        transfer.check(host.zip, host.own, TAKEN)
+        transfer.check(host.zip, host.own, IMPORT)
+
+
+def test_settings_that_the_golden_does_not_depend_on_may_be_others(host):
+    host.made(
+        job_of(
+            with_setting("golden", device="cuda", mode="whole") | {"model": {**SETTINGS["model"], "checkpoint": "m"}}
+        )
+    )
+    transfer.check(host.zip, host.own, IMPORT)
 
 
 def test_code_that_is_not_the_librarys_and_taps_that_nobody_asks_for_do_not_matter(host):
     host.made(code={"/opt/python/torch/nn.py::linear": "another", "other.py::forward": "another"})
-    transfer.check(host.zip, host.own, TAKEN | {"compared": []})
+    transfer.check(host.zip, host.own, job_of(HERE, with_taps=False))
 
 
 def test_the_first_stage_has_none_before_it(host):
     host.made()
-    own = transfer.Own(host.own.weights, host.own.tokens, host.own.config, [])
-    transfer.check(host.zip, own, TAKEN)
+    own = transfer.LocalInputs(host.own.weights, host.own.tokens, host.own.config, [])
+    transfer.check(host.zip, own, IMPORT)
 
 
 def test_code_that_came_with_the_checkpoint_is_compared_by_the_file_beside_it(host):
@@ -139,10 +165,10 @@ def test_code_that_came_with_the_checkpoint_is_compared_by_the_file_beside_it(ho
     source.write_text("def forward(x):\n    return x + 1\n")
     code = {"/elsewhere/modeling.py::forward": fingerprint.current(f"{source.absolute()}::forward")}
     host.made(code=code)
-    transfer.check(host.zip, host.own, TAKEN)
+    transfer.check(host.zip, host.own, IMPORT)
     source.write_text("def forward(x):\n    return x + 2\n")
     with pytest.raises(UserError, match=r"other code \(.*modeling\.py::forward\)"):
-        transfer.check(host.zip, host.own, TAKEN)
+        transfer.check(host.zip, host.own, IMPORT)
 
 
 def test_equal_jobs_have_equal_files_whenever_they_were_written(host):
@@ -154,10 +180,10 @@ def test_equal_jobs_have_equal_files_whenever_they_were_written(host):
     assert host.zip.read_bytes() == before
 
 
-def test_a_golden_that_failed_is_not_stored(host):
+def test_a_golden_that_failed_is_not_exported(host):
     host.made()
     before = host.zip.read_bytes()
-    with pytest.raises(UserError, match=r"layer_001\.h5: failed on this host, and is not stored: no memory"):
+    with pytest.raises(UserError, match=r"layer_001\.h5: failed on this host, and is not exported: no memory"):
         host.made(error="no memory")
     assert host.zip.read_bytes() == before
 
@@ -168,7 +194,7 @@ def test_a_checkpoint_in_a_folder_of_any_name_is_taken(host):
     host.own.config.rename(folder / "config.json")
     host.own = dataclasses.replace(host.own, config=folder / "config.json")
     host.made()
-    transfer.check(host.zip, host.own, TAKEN)
+    transfer.check(host.zip, host.own, IMPORT)
 
 
 def test_no_bit_that_is_flipped_makes_more_than_a_line(host):
@@ -213,7 +239,9 @@ def test_an_output_that_the_record_does_not_describe_is_found_out(host):
         transfer.unpack(host.zip, host.outputs)
 
 
-@pytest.mark.parametrize("content", [{"schema_version": 0}, {"schema_version": 1}, [], {}])
+@pytest.mark.parametrize(
+    "content", [{"schema_version": 1}, {"schema_version": 2}, {"schema_version": 2, "job": None}, [], {}]
+)
 def test_a_record_of_another_version_is_told(host, content):
     with zipfile.ZipFile(host.zip, "w") as file:
         file.writestr(transfer.RECORD, json.dumps(content))

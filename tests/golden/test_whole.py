@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import torch
 
+from layerproof import config
 from layerproof.errors import UserError
 from layerproof.golden.whole import Whole, device_of
 from layerproof.model import checkpoint
 from layerproof.tensors import hdf5
 from models import CONFIGS, FP8, save
-from streaming import TOKENS, stream
-
-GOLDEN = {"dtype": "bfloat16", "trust_remote_code": False, "max_memory": None, "offload_folder": None}
+from streaming import SETTINGS, TOKENS, stream
 
 
-def start(directory, **settings):
-    return Whole.start(directory, TOKENS, GOLDEN | settings)
+def start(directory, **golden):
+    settings = config.changed(SETTINGS, golden=config.changed(SETTINGS.golden, **golden))
+    return Whole.start(directory, TOKENS, settings)
 
 
 def contents(path):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from configs import config_with
 from layerproof.golden import stage as golden_stage
 from layerproof.host import prediction
 from layerproof.model import checkpoint, loading
@@ -17,16 +18,15 @@ from models import CONFIGS, save
 from peak import Peak
 from streaming import SETTINGS, stream
 
-GOLDEN, PORT = {"dtype": "bfloat16"}, {"dtype": "bfloat16", "backend": "xla"}
-ASKED = {"golden": GOLDEN, "port": PORT, "trust_remote_code": False}
+BY_TRANSFORMERS = config_with(port={"backend": "transformers", "device": "CPU"})
 LONG = pad([list(range(3, 80)) * 6, [5, 9, 2, 40, 41]], pad_id=0)
 
 
-def predicted(directory, tokens, **asked):
+def predicted(directory, tokens, settings=SETTINGS, **asked):
     stages = all_stages(checkpoint.num_layers(checkpoint.read_config(directory)))
     descriptions, _ = loading.describe_stages(directory, stages, trust_remote_code=False)
     run = {"compared": stages, "before": [], "chains": dict.fromkeys(stages, 1)}
-    return prediction.predict(directory, descriptions, tokens, ASKED | run | asked), descriptions
+    return prediction.predict(directory, descriptions, tokens, settings, **run | asked), descriptions
 
 
 def stored(path):
@@ -42,7 +42,7 @@ def stored(path):
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_weights_and_files_are_exact(model_type, tmp_path):
     save(model_type, tmp_path / "model")
-    expected, descriptions = predicted(tmp_path / "model", LONG, port=PORT | {"backend": "transformers"})
+    expected, descriptions = predicted(tmp_path / "model", LONG, BY_TRANSFORMERS)
     total = sum(
         tensor.nbytes for shard in (tmp_path / "model").glob("*.safetensors") for tensor in load_file(shard).values()
     )
@@ -55,14 +55,7 @@ def test_weights_and_files_are_exact(model_type, tmp_path):
     assert expected["stages"][stage]["weights"]["golden"] == held
 
     stream(tmp_path / "model", tmp_path, tokens=LONG)
-    settings = {
-        "backend": "transformers",
-        "device": "CPU",
-        "dtype": "bfloat16",
-        "trust_remote_code": False,
-        "compile": None,
-    }
-    runner = Runner.start(tmp_path / "model", LONG, settings)
+    runner = Runner.start(tmp_path / "model", LONG, BY_TRANSFORMERS)
     fed = hdf5.read(tmp_path / "layer_000.h5", "golden/out")
     port_stage.make_stage(runner, stage, descriptions[stage], fed, tmp_path / "port.h5")
     port_stage.chain_stage(runner, stage, descriptions[stage], fed, tmp_path / "chain.h5")
@@ -71,7 +64,7 @@ def test_weights_and_files_are_exact(model_type, tmp_path):
     # Files hold wider integers than were expected.
     assert expected["stages"][stage]["files"] == pytest.approx(sum(map(stored, [*files, noise])), rel=0.02)
     for path in files:
-        pruning.trim(path)
+        pruning.prune(path)
     assert expected["stages"][stage]["kept"] == sum(map(stored, [*files, noise]))
 
 
@@ -94,13 +87,12 @@ def test_disk_is_that_of_the_stages_which_run(tmp_path):
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_golden_job_takes_what_is_expected_and_not_much_less(model_type, tmp_path):
     save(model_type, tmp_path / "model")
-    stages = stream(tmp_path / "model", tmp_path, tokens=LONG)
+    stream(tmp_path / "model", tmp_path, tokens=LONG)
     expected, descriptions = predicted(tmp_path / "model", LONG)
     for stage, before in (("layer_001", "layer_000"), ("lm_head", "norm")):
         paths = [tmp_path / name for name in (f"{before}.h5", f"{before}.noise.h5", "again.h5", "noise.h5")]
-        settings = SETTINGS | {"compared": stages}
         with Peak() as peak:
-            golden_stage.make_stage(stage, tmp_path / "model", descriptions[stage], LONG, *paths, settings)
+            golden_stage.make_stage(stage, tmp_path / "model", descriptions[stage], LONG, *paths, SETTINGS)
         assert 0.5 < peak.bytes / expected["stages"][stage]["golden"] < 1.15, stage
 
 

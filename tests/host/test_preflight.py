@@ -11,13 +11,14 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+from configs import config_with
 from layerproof.config import read
 from layerproof.errors import UserError
 from layerproof.host import checks, neuron, preflight
 from layerproof.host.checks import Check
 from layerproof.host.neuron import NeuronDevice
 from layerproof.host.preflight import Gpu
-from layerproof.model.resolve import resolve
+from layerproof.paths import shipped
 from models import save
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -27,9 +28,17 @@ NO_DRIVER = (
     'error="failed to discover Neuron devices"\n'
 )
 GOLDEN = {"device": "auto", "mode": "streamed"}
-WHOLE = {"device": "cpu", "mode": "whole", "device_map": "auto", "max_memory": None, "offload_folder": None}
+WHOLE = {"device": "cpu", "mode": "whole", "device_map": "auto"}
 PREDICTION = {"golden": 8 * GIB, "port": 8 * GIB, "whole": 430 * GIB, "files": 3 * GIB, "forced": GIB}
 PREDICTION |= {"weights": {"golden": 10 * GIB}, "stages": {"layer_000": {"files": GIB}, "norm": {"files": 2 * GIB}}}
+
+
+def check_golden_device(golden, *arguments):
+    return preflight.check_golden_device(config_with(golden=golden).golden, *arguments)
+
+
+def check_whole_memory(golden, *arguments):
+    return preflight.check_whole_memory(config_with(golden=golden).golden, *arguments)
 
 
 def statuses(found):
@@ -169,7 +178,7 @@ def fake_tool(monkeypatch, directory, name, text, code=0):
 
 
 def golden_device(golden, prediction=PREDICTION):
-    return list(preflight.check_golden_device(golden, prediction, *preflight._gpus()))
+    return list(check_golden_device(golden, prediction, *preflight._gpus()))
 
 
 def test_a_gpu_that_torch_does_not_see_is_warned_of_and_one_asked_for_fails(monkeypatch, tmp_path):
@@ -184,38 +193,38 @@ def test_a_gpu_that_torch_does_not_see_is_warned_of_and_one_asked_for_fails(monk
 
 def test_a_tool_that_fails_is_warned_of_where_a_gpu_may_be(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (check,) = preflight.check_golden_device(GOLDEN, None, [], "nvidia-smi does not answer within a minute")
+    (check,) = check_golden_device(GOLDEN, None, [], "nvidia-smi does not answer within a minute")
     assert (check.status, check.text) == ("warn", "the CPU; nvidia-smi does not answer within a minute")
     for problem in ("nvidia-smi is not here", ""):
-        (check,) = preflight.check_golden_device(GOLDEN, None, [], problem)
+        (check,) = check_golden_device(GOLDEN, None, [], problem)
         assert check.status == "ok"
-    (check,) = preflight.check_golden_device(GOLDEN | {"device": "cuda"}, None, [], "")
+    (check,) = check_golden_device(GOLDEN | {"device": "cuda"}, None, [], "")
     assert (check.status, check.text) == ("fail", "no CUDA device: nvidia-smi names none")
 
 
 def test_a_disk_without_a_folder_fails():
     golden = WHOLE | {"device_map": {"model": "cpu", "lm_head": "disk"}}
-    check = preflight.check_whole_memory(golden, None, GIB, [])
+    check = check_whole_memory(golden, None, GIB, [])
     assert check.status == "fail" and "golden.offload_folder names no folder" in check.text
-    assert preflight.check_whole_memory(golden | {"offload_folder": "left"}, None, GIB, []).status == "ok"
+    assert check_whole_memory(golden | {"offload_folder": "left"}, None, GIB, []).status == "ok"
 
 
 def test_a_gpu_that_is_not_there_fails(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     gpus = [Gpu("A", 80 * GIB, 0, "550")] * 2
     for golden in (WHOLE | {"device_map": "cuda:2"}, WHOLE | {"device_map": {"lm_head": 0, "model": 2}}):
-        (check,) = preflight.check_golden_device(golden, None, gpus, "")
+        (check,) = check_golden_device(golden, None, gpus, "")
         assert (check.status, check.text) == ("fail", "golden.device_map names GPU 2, and there are 2, from 0 on")
-    assert statuses(preflight.check_golden_device(WHOLE | {"device_map": "cuda:1"}, None, gpus, "")) == {"device": "ok"}
+    assert statuses(check_golden_device(WHOLE | {"device_map": "cuda:1"}, None, gpus, "")) == {"device": "ok"}
 
 
 def test_a_limit_that_leaves_weights_without_a_place_fails(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     golden = WHOLE | {"max_memory": {"cpu": "9GiB"}}
-    check = preflight.check_whole_memory(golden, PREDICTION, 900 * GIB, [])
+    check = check_whole_memory(golden, PREDICTION, 900 * GIB, [])
     assert check.status == "fail" and "golden.max_memory leaves the host 9GiB" in check.text
     for enough in (golden | {"max_memory": {"cpu": "10GiB"}}, golden | {"offload_folder": "left"}):
-        assert preflight.check_whole_memory(enough, PREDICTION, 900 * GIB, []).status == "ok"
+        assert check_whole_memory(enough, PREDICTION, 900 * GIB, []).status == "ok"
 
 
 def test_nvidia_smi_is_asked_for_what_cuda_may_use(monkeypatch, tmp_path):
@@ -352,16 +361,16 @@ def test_the_host_has_what_gpus_have_no_room_for_of_the_whole_model(settings, on
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     golden = WHOLE | settings
     left = (430 - on_gpus) * GIB + preflight.IMPORTS
-    assert preflight.check_whole_memory(golden, PREDICTION, left, gpus).status == "ok"
-    check = preflight.check_whole_memory(golden, PREDICTION, left - 1, gpus)
+    assert check_whole_memory(golden, PREDICTION, left, gpus).status == "ok"
+    check = check_whole_memory(golden, PREDICTION, left - 1, gpus)
     assert (check.status, check.remedy) == (
         "warn",
         "Give golden.offload_folder a folder, or write golden.mode: streamed.",
     )
     offloaded = golden | {"offload_folder": "left"}
-    assert preflight.check_whole_memory(offloaded, PREDICTION, left - 1, gpus).status == "ok"
+    assert check_whole_memory(offloaded, PREDICTION, left - 1, gpus).status == "ok"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert preflight.check_whole_memory(golden, PREDICTION, 430 * GIB, gpus).status == "warn", "torch sees no GPU"
+    assert check_whole_memory(golden, PREDICTION, 430 * GIB, gpus).status == "warn", "torch sees no GPU"
 
 
 @pytest.mark.parametrize(
@@ -384,7 +393,7 @@ def test_devices_of_the_whole_model_are_those_of_its_map(device_map, status, mon
 
 def test_the_whole_model_on_this_host(tmp_path):
     save("llama", tmp_path / "model")
-    config = {"golden": WHOLE | {"device_map": "cpu"}, "port": {"compile": None}}
+    config = config_with(golden=WHOLE | {"device_map": "cpu"})
     for held, status in ((GIB, "ok"), (1 << 50, "warn")):
         prediction = PREDICTION | {"whole": held, "golden": 0}
         found = preflight.check_side("golden", config, tmp_path / "model", tmp_path, prediction)
@@ -454,7 +463,7 @@ def test_a_golden_on_the_cpu_asks_no_driver(monkeypatch):
 
     monkeypatch.setattr(preflight, "run_tool", fails)
     for golden in (GOLDEN | {"device": "cpu"}, WHOLE | {"device_map": {"model": "cpu", "lm_head": "disk"}}):
-        found = preflight.check_golden_host({"golden": golden}, None, GIB)
+        found = preflight.check_golden_host(config_with(golden=golden), None, GIB)
         assert statuses(found)["device"] == "ok"
 
 
@@ -547,11 +556,13 @@ def shard_of(index):
 
 
 @pytest.mark.parametrize("side", ["golden", "port"])
-def test_a_checkpoint_that_the_workflow_is_to_make_is_no_fault(side, tmp_path, monkeypatch):
-    asked = resolve(read(Path("config.yaml")))
+def test_the_checkpoint_that_ships_is_whole_and_one_that_does_not_exist_is_told(side, tmp_path, monkeypatch):
+    raw = read(Path("config.yaml"))
     monkeypatch.chdir(tmp_path)
-    found = preflight.check_side(side, asked.resolved, Path(asked.checkpoint), Path("results"), None)
-    assert statuses(found)["checkpoint"] == "ok"
+    settings = config_with(**raw)
+    for checkpoint, status in ((shipped(settings.model.checkpoint), "ok"), (Path("gone"), "fail")):
+        found = preflight.check_side(side, settings, checkpoint, Path("results"), None)
+        assert statuses(found)["checkpoint"] == status
 
 
 @pytest.mark.parametrize(("side", "device", "code"), [("golden", "auto", 0), ("port", "CPU", 0), ("port", "NEURON", 1)])
@@ -580,14 +591,13 @@ def test_by_hand(side, device, code, tmp_path):
     [
         ({}, False),
         ({"dtype": "float16"}, True),
-        ({"dtype": "float16", "device": "CUDA"}, False),
+        ({"dtype": "float16", "device": "TPU"}, False),
         ({"dtype": "float16", "backend": "nxdi"}, False),
     ],
 )
 def test_float16_on_the_cpu_is_warned_of(changed, warned, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    port = {"device": "auto", "dtype": "bfloat16", "backend": "xla", "compile": None}
-    found = preflight.check_port_host({"port": port | changed, "parallel": {"tp": 1}}, None, GIB)
+    found = preflight.check_port_host(config_with(port=changed), None, GIB)
     assert ("dtype" in statuses(found)) == warned
 
 
@@ -607,4 +617,4 @@ def test_a_file_to_write_wants_what_a_job_has(capsys, tmp_path):
     from layerproof import cli
 
     assert cli.run(["preflight", str(tmp_path / "port.json"), "--side", "port"]) == 2
-    assert capsys.readouterr().err.startswith("error: preflight: a file to write wants --spec and --record, too.")
+    assert capsys.readouterr().err.startswith("error: preflight: a file to write needs one --job, too.")

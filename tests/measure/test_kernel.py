@@ -55,7 +55,7 @@ def test_an_edit_of_any_of_it_is_seen(module, constants):
     entries = fingerprint.fingerprints(seen)
     source = parse_file(Path(module.__file__))
     for name in (*compiled(module), *constants):
-        assert f"workflow/layerproof/{Path(module.__file__).name}::={name}" in entries
+        assert f"layerproof/measure/{Path(module.__file__).name}::={name}" in entries
     assert source.compiled >= compiled(module).keys()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from configs import config_with
 from layerproof.compare.stage import compare_stage
 from layerproof.errors import StageError, UserError
 from layerproof.golden import stage as golden_stage
@@ -264,7 +265,7 @@ def test_a_tensor_of_the_wrong_shape_names_stage_and_tensor(model):
 
 def test_weights_that_are_nan_load_and_fail_the_comparison(model, tmp_path):
     tokens = pad([[3, 4, 5, 6], [7, 8]], 0)
-    settings = {"device": "cpu", "dtype": "bfloat16", "trust_remote_code": False, "compared": ["embed"]}
+    settings = config_with(golden={"device": "cpu"})
 
     def run(name):
         description = describe(model, ["embed"])["embed"]

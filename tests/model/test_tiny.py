@@ -1,12 +1,12 @@
-"""The default checkpoint: released layout, equal bytes for equal seeds, and every known porting mistake shows on it.
+"""The checkpoint that comes with Layerproof: released layout, equal bytes for equal seeds, and every known porting mistake
+shows on it.
 
-The model here is trained for a third of the usual steps, to be quick. The whole training only sharpens what is tested:
-no choice of experts then changes in bf16 on these sentences, and every R is above 10.
+Each test looks at the checkpoint that ships and at one that is trained here for a third of the usual steps, to be quick. The
+whole training only sharpens what is tested: no choice of experts then changes in bf16 on these sentences, and every R is
+above 10.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from transformers import AutoTokenizer, MiniMaxM2ForCausalLM
 
+from layerproof import cli
 from layerproof.model import tiny
 
-WORKFLOW = Path(tiny.__file__).parents[2]
 STEPS = 80
 SENTENCES = (
     "Alice was beginning to get very tired of the golden key, and the Rabbit said nothing at all about the weather.",
@@ -58,10 +58,21 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def made(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
     tiny.make(directory, steps=STEPS)
     return directory
+
+
+@pytest.fixture(scope="module", params=["trained", "made"])
+def checkpoint(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def is_trained(checkpoint, trained):
+    """Whether it had the whole training."""
+    return checkpoint == trained
 
 
 @pytest.fixture(scope="module")
@@ -194,14 +205,27 @@ def same_choice(a, b):
     return (a.sort(-1).values == b.sort(-1).values).all(-1).double().mean().item()
 
 
-def test_the_snakefile_can_read_the_list_of_files_without_torch():
-    code = "import sys; from layerproof.model import tiny; assert tiny.FILES; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=WORKFLOW).returncode == 0
-
-
-def test_makes_exactly_the_files_it_declares(checkpoint):
+def test_has_exactly_the_files_that_are_declared(checkpoint):
     assert sorted(path.name for path in checkpoint.iterdir()) == sorted(tiny.FILES)
-    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint"]
+
+
+def test_makes_nothing_beside_the_checkpoint(made):
+    assert [path.name for path in made.parent.iterdir()] == ["checkpoint"]
+
+
+def test_what_ships_is_what_is_made_but_for_the_training(trained, made):
+    first, second = (json.loads((directory / "config.json").read_text()) for directory in (trained, made))
+    assert first == second
+    text = tiny.TEXT.read_text()[:3000]
+    first, second = (AutoTokenizer.from_pretrained(directory)(text).input_ids for directory in (trained, made))
+    assert first == second
+
+
+def test_another_one_is_made_by_a_verb(monkeypatch):
+    made = []
+    monkeypatch.setattr(tiny, "make", lambda directory, seed, form: made.append((directory, seed, form)))
+    assert cli.run(["make-tiny", "models/a"]) == cli.run(["make-tiny", "models/b", "--seed", "7", "--form", "fp8"]) == 0
+    assert made == [(Path("models/a"), 0, "bf16"), (Path("models/b"), 7, "fp8")]
 
 
 def test_equal_seeds_give_equal_bytes_on_any_number_of_threads(tmp_path):
@@ -324,12 +348,12 @@ def test_it_learns(checkpoint):
     assert loss < unigram_loss
 
 
-def test_every_expert_is_used_and_bf16_rarely_changes_the_choice(runs):
+def test_every_expert_is_used_and_bf16_rarely_changes_the_choice(runs, is_trained):
     for run in runs:
         use = run.choice.flatten().bincount(minlength=8) / run.choice.numel()
         assert use.min() > 0.02 and use.max() < 0.4
         assert len(run.choice.sort(-1).values.unique(dim=0)) >= 10  # the token decides, not the bias alone
-        assert same_choice(run.choice, run.golden_choice) >= 0.98
+        assert same_choice(run.choice, run.golden_choice) >= (1 if is_trained else 0.98)
 
 
 @torch.no_grad()
@@ -340,9 +364,9 @@ def test_the_layer_written_out_here_is_the_layer_of_transformers(runs):
 
 @torch.no_grad()
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake_shows_in_every_layer(runs, mistake):
+def test_mistake_shows_in_every_layer(runs, is_trained, mistake):
     ratios = [noise_ratio(layer_output(run.layer, run.x, mistake), run) for run in runs]
-    assert min(ratios) >= 3, ratios
+    assert min(ratios) >= (10 if is_trained else 3), ratios
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs import config_with
 from layerproof.compare import stage as compare_stages
 from layerproof.distributed import process_group as distributed
 from layerproof.errors import StageError
@@ -31,7 +32,6 @@ from streaming import TOKENS, stream
 pytestmark = pytest.mark.nxdi
 
 LIBRARIES = Path(__file__).parent / "libraries"
-NXDI = {"causal_lm": None, "neuron_config": {}, "config": {}, "taps": {}, "cpu_mode": True}
 
 
 @pytest.fixture(autouse=True)
@@ -70,17 +70,9 @@ class Model:
         (self.checkpoint / "config.json").write_text(json.dumps(self.config))
 
     def runner(self, dtype="bfloat16", **nxdi):
-        settings = {
-            "backend": "nxdi",
-            "module": f"neuronx_distributed_inference.models.{self.name}.modeling_{self.name}",
-            "device": "CPU",
-            "dtype": dtype,
-            "compile": None,
-            "options": {},
-            "nxdi": NXDI | nxdi,
-            "trust_remote_code": False,
-        }
-        return Runner.start(self.checkpoint, TOKENS, settings)
+        module = f"neuronx_distributed_inference.models.{self.name}.modeling_{self.name}"
+        port = {"backend": "nxdi", "module": module, "device": "CPU", "dtype": dtype, "nxdi": {"cpu_mode": True} | nxdi}
+        return Runner.start(self.checkpoint, TOKENS, config_with(port=port))
 
     def input(self, stage):
         previous = previous_stage(stage, len(self.stages) - 3)
@@ -141,7 +133,7 @@ def test_a_forced_run_goes_on_with_the_goldens_taps(minimax, tmp_path):
     """The one mistake shows at its own tap and nowhere behind it."""
     golden = hdf5.read_group(minimax.golden / "layer_001.h5", "golden")
     runner = minimax.runner(config={"mistake": "softmax"})
-    port_stage.force_stage(
+    port_stage.teacher_force_stage(
         runner, "layer_001", minimax.descriptions["layer_001"], minimax.input("layer_001"), golden, tmp_path / "out.h5"
     )
     forced = hdf5.read_group(tmp_path / "out.h5", "port")
@@ -392,13 +384,13 @@ def run_by_ranks(model, count, stage, folder):
 def force_by_ranks(model, count, stage, folder):
     parts = [folder / f"{rank}.h5" for rank in range(count)]
     given = model.descriptions[stage], model.input(stage), hdf5.read_group(model.golden / f"{stage}.h5", "golden")
-    ranks.run(count, lambda rank: port_stage.force_stage(model.runner(), stage, *given, parts[rank]))
+    ranks.run(count, lambda rank: port_stage.teacher_force_stage(model.runner(), stage, *given, parts[rank]))
     shards.join(parts, folder / "out.h5", TOKENS.valid)
 
 
 def trace_by_ranks(model, count, stage):
     def trace(rank):
-        distributed.pretend()
+        distributed.join_fake_group()
         return port_stage.trace_stage(
             model.runner(cpu_mode=False), stage, model.descriptions[stage], model.input(stage)
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from configs import config_with
 from layerproof.compare import audit
 from layerproof.model import loading
 from layerproof.model.checkpoint import num_layers, read_config
@@ -115,7 +116,7 @@ def test_chains_run_compiled(minimax, tmp_path):
     fed = hdf5.read(minimax / "golden" / "layer_000.h5", "golden/out")
     outputs = []
     for how in (None, "xla"):
-        runner = Runner.start(model, TOKENS, settings | {"compile": how})
+        runner = Runner.start(model, TOKENS, config_with(port=settings | {"compile": how}))
         port_stage.chain_stage(runner, "layer_001", descriptions["layer_001"], fed, tmp_path / f"{how}.h5")
         outputs.append(hdf5.to_torch(hdf5.read(tmp_path / f"{how}.h5", "port/out")))
     assert not torch.equal(*outputs)

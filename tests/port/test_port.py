@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs import config_with
 from layerproof.compare import stage as compare_stages
 from layerproof.errors import StageError
 from layerproof.measure.rule import LIMIT
@@ -16,15 +17,8 @@ from layerproof.tensors import hdf5
 from models import CONFIGS, save
 from streaming import TOKENS, stream
 
-SETTINGS = {
-    "backend": "xla",
-    "module": "workflow/ports/minimax_m2.py",
-    "device": "CPU",
-    "dtype": "bfloat16",
-    "compile": None,
-    "options": {},
-    "trust_remote_code": False,
-}
+SETTINGS = {"backend": "xla", "module": "workflow/ports/minimax_m2.py", "device": "CPU", "dtype": "bfloat16"}
+"""The config's `port`."""
 
 
 def run(model, results, out, settings, stages=None):
@@ -32,7 +26,7 @@ def run(model, results, out, settings, stages=None):
     layers = checkpoint.num_layers(checkpoint.read_config(model))
     stages = stages or all_stages(layers)
     descriptions, _ = loading.describe_stages(model, stages, trust_remote_code=False)
-    runner = Runner.start(model, TOKENS, settings)
+    runner = Runner.start(model, TOKENS, config_with(port=settings))
     facts = {}
     for stage in stages:
         previous = previous_stage(stage, layers)
@@ -63,17 +57,18 @@ def test_a_port_finds_torch_as_its_import_left_it(tmp_path):
     """Whatever an earlier stage of the same process did."""
     source = tmp_path / "with_default.py"
     source.write_text(Path(SETTINGS["module"]).read_text() + "\ntorch.set_default_dtype(torch.bfloat16)\n")
+    settings = config_with(port=SETTINGS | {"module": str(source)})
     before = torch.get_default_dtype()
     try:
         found = []
         for left in (torch.float32, torch.float64):
             torch.set_default_dtype(left)
-            runner = Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)})
+            runner = Runner.start(tmp_path, TOKENS, settings)
             found.append((runner.port, torch.get_default_dtype()))
         assert found[0] == found[1] and found[0][1] == torch.bfloat16
         source.write_text(source.read_text() + "EDITED = True\n")
-        assert Runner.start(tmp_path, TOKENS, SETTINGS | {"module": str(source)}).port.EDITED
-        Runner.start(tmp_path, TOKENS, SETTINGS)
+        assert Runner.start(tmp_path, TOKENS, settings).port.EDITED
+        Runner.start(tmp_path, TOKENS, config_with(port=SETTINGS))
         assert torch.get_default_dtype() == torch.float32
     finally:
         torch.set_default_dtype(before)
@@ -134,7 +129,7 @@ def test_what_a_port_draws_does_not_depend_on_the_stages_before(tmp_path):
     fed = hdf5.read(tmp_path / "embed.h5", "golden/out")
     found = []
     for drawn in (0, 3):
-        runner = Runner.start(model, TOKENS, settings)
+        runner = Runner.start(model, TOKENS, config_with(port=settings))
         torch.rand(drawn), torch.rand(drawn, device=runner.environment.device).cpu()
         port_stage.chain_stage(runner, "layer_000", description["layer_000"], fed, tmp_path / f"{drawn}.h5")
         found.append(hdf5.to_torch(hdf5.read(tmp_path / f"{drawn}.h5", "port/out")))

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 import psutil
 import pytest
 
+from configs import config_with
 from layerproof.distributed import marks
 from layerproof.errors import StageError, StageMissing
 from layerproof.failures import end_with
@@ -46,15 +47,14 @@ def test_each_rank_has_its_number_and_all_can_talk(monkeypatch):
 
 
 def what_ranks_begin_with(device, folder):
-    import argparse
-
-    from layerproof import cli
+    from layerproof.port.verbs import by_ranks
 
     def make(part):
         raise StageError(f"{'torch_xla' in sys.modules}")
 
+    settings = config_with(port={"device": device}, parallel={"tp": 2})
     with pytest.raises(StageError) as caught:
-        cli._by_ranks(argparse.Namespace(spec={"tp": 2, "device": device}), make, folder / "embed.h5")
+        by_ranks(settings, folder / "tokens.json", make, folder / "embed.h5")
     return str(caught.value)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from layerproof.errors import UserError
 from layerproof.files import sha256
 from layerproof.report import manifest
 from layerproof.rerun import fingerprint
+from layerproof.rerun.job import Job
 from layerproof.rerun.records import Record, described
 
-CONFIG = {"model": {"checkpoint": "results/checkpoint"}, "compare": {"limit": 1.5}}
-CODE = "workflow/layerproof/model/stages.py"
+CONFIG = {"model": {"checkpoint": "models/small"}, "compare": {"limit": 1.5}}
+CODE = "layerproof/model/stages.py"
 FUNCTION = f"{CODE}::all_stages"
 
 
@@ -31,8 +33,9 @@ def results(tmp_path, monkeypatch):
         "weights/unused.json": "[]",
         "weights/norm.json": json.dumps({"error": "norm: shard is gone."}),
         "logs/golden/embed.log": "done",
-        "logs/chain/all.log": "done",
+        "logs/chain/all/embed.log": "done",
         "benchmarks/golden/embed.tsv": "s\n1.5",
+        "benchmarks/chain/all.tsv": "s\n1.5",
         "chain/all/embed.h5": "chained",
         "golden/layer_009.h5": "left by a run of more layers",
         "logs/golden/layer_009.log": "done then",
@@ -45,24 +48,24 @@ def results(tmp_path, monkeypatch):
         (results / name).write_text(text)
     Path("prompts.txt").write_text("Once")
     code = {FUNCTION: fingerprint.current(FUNCTION)}
-    for job, inputs, outputs in (
+    for name, inputs, outputs in (
         ("golden/embed", ["prompts.txt"], ["golden/embed.h5"]),
         ("golden/layer_009", ["results/golden/embed.h5"], ["golden/layer_009.h5"]),
         ("chain/all/embed", ["results/golden/embed.h5"], ["chain/all/embed.h5"]),
         ("verdicts", ["results/golden/embed.h5", "results/chain/all/embed.h5"], ["verdicts.json"]),
         ("report", ["results/verdicts.json"], ["report.html"]),
     ):
+        settings = CONFIG if name == "report" else {"compare": {"limit": 1.5}}
+        job = Job(name, settings, {"of": name}, {"numpy": "2.0"}, "new", "it has not run before", "new")
         Record(
-            verb=job.partition("/")[0],
-            spec={"job": job},
-            stamp="new",
-            inputs={name: sha256(Path(name)) for name in inputs},
-            outputs=described([results / name for name in outputs]),
+            job,
+            inputs={path: sha256(Path(path)) for path in inputs},
+            outputs=described([results / path for path in outputs]),
             code=code,
             error=None,
-            run={"wall_s": 1.5, "command": [job]},
-        ).write(results / f"records/{job}.json")
-    manifest.write(results / "manifest.json", {"config": CONFIG})
+            run={"wall_s": 1.5, "command": f"layerproof {name}"},
+        ).write(job.record)
+    manifest.write(results / "manifest.json")
     return results
 
 
@@ -90,8 +93,9 @@ def test_every_file_of_the_run_is_listed_with_its_digest(results):
         "golden/embed.h5",
         "chain/all/embed.h5",
         "logs/golden/embed.log",
-        "logs/chain/all.log",
+        "logs/chain/all/embed.log",
         "benchmarks/golden/embed.tsv",
+        "benchmarks/chain/all.tsv",
         *(f"records/{job}.json" for job in ("golden/embed", "chain/all/embed", "verdicts", "report")),
     }
     assert set(listed["others"]) == {
@@ -107,13 +111,23 @@ def test_every_file_of_the_run_is_listed_with_its_digest(results):
         assert entry == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
+def test_the_files_can_be_checked_without_layerproof(results):
+    listed = content(results)
+    command = ["sha256sum", "--check", "--strict", "MANIFEST.sha256"]
+    lines = subprocess.run(command, cwd=results, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == [f"{name}: OK" for name in sorted({*listed["outputs"], *listed["others"], "manifest.json"})]
+    (results / "report.html").write_text("<h1>forged</h1>")
+    checked = subprocess.run(command, cwd=results, capture_output=True, text=True)
+    assert checked.returncode == 1 and "report.html: FAILED" in checked.stdout
+
+
 def test_a_bisection_is_part_of_the_run(results):
     (results / "bisect.json").write_text("{}")
     record = json.loads((results / "records/report.json").read_text())
     outputs = described([results / "bisect.json"])
     inputs = {"results/golden/layer_009.h5": sha256(results / "golden/layer_009.h5")}
     (results / "records/bisect.json").write_text(json.dumps(record | {"outputs": outputs, "inputs": inputs}))
-    manifest.write(results / "manifest.json", {"config": CONFIG})
+    manifest.write(results / "manifest.json")
     assert {"bisect.json", "records/bisect.json", "golden/layer_009.h5"} <= content(results)["outputs"].keys()
 
 
@@ -122,11 +136,12 @@ def test_the_facts_of_each_job_are_told(results):
     assert written["config"] == CONFIG
     assert set(written["jobs"]) == {"golden/embed", "chain/all/embed", "verdicts", "report"}
     job = written["jobs"]["golden/embed"]
-    assert job["verb"] == "golden" and job["settings"] == {"job": "golden/embed"}
+    assert job["settings"] == {"compare": {"limit": 1.5}}
+    assert job["arguments"] == {"of": "golden/embed"} and job["versions"] == {"numpy": "2.0"}
     assert job["inputs"] == {"prompts.txt": hashlib.sha256(b"Once").hexdigest()}
     assert job["outputs"] == {"results/golden/embed.h5": hashlib.sha256(b"golden").hexdigest()}
     assert job["functions"] == 1 and job["error"] is None
-    assert job["wall_s"] == 1.5 and job["command"] == ["golden/embed"]
+    assert job["wall_s"] == 1.5 and job["command"] == "layerproof golden/embed"
     assert written["checkpoint"] == {"embed": "d" * 64, "norm": "norm: shard is gone."}
     assert set(written["inputs"]) == {"prompts.txt"}, "what is not under results/"
     assert written["inputs"]["prompts.txt"]["sha256"] == hashlib.sha256(b"Once").hexdigest()
@@ -138,7 +153,7 @@ def edit_record(results, job, old, new):
     path = results / f"records/{job}.json"
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    manifest.write(results / "manifest.json", {"config": CONFIG})
+    manifest.write(results / "manifest.json")
 
 
 def test_other_code_of_a_job_is_another_digest(results):
@@ -162,8 +177,8 @@ def test_an_input_that_is_not_what_was_read_is_not_archived(results):
 
 def test_no_manifest_without_a_report(results):
     (results / "records/report.json").unlink()
-    with pytest.raises(UserError, match=r"^results/records/report\.json: is not there\. Run snakemake"):
-        manifest.write(results / "manifest.json", {"config": CONFIG})
+    with pytest.raises(UserError, match=r"^results/records/report\.json: is not there\. Run layerproof run"):
+        manifest.write(results / "manifest.json")
 
 
 @pytest.mark.parametrize(
@@ -174,14 +189,14 @@ def test_no_manifest_without_a_report(results):
         (lambda results: (results / "golden/layer_009.h5").write_text("goldeN"), "changed: golden/layer_009.h5"),
         (lambda results: (results / "golden/embed.h5").unlink(), "missing: golden/embed.h5"),
         (lambda results: (results / "golden/norm.h5").write_text("new"), "added: golden/norm.h5"),
-        (lambda results: (results / "logs/chain/all.log").write_text("new"), "changed: logs/chain/all.log"),
+        (lambda results: (results / "logs/chain/all/embed.log").write_text("new"), "changed: logs/chain/all/embed.log"),
     ],
 )
 def test_what_changed_is_found_and_not_archived(results, capsys, change, problem):
     change(results)
     path = results / "manifest.json"
     assert verified(path, capsys) == (1, [problem, f"{path}: 1 files differ"])
-    with pytest.raises(UserError, match=rf"{problem} \(1 in all\)\. Renew it: snakemake"):
+    with pytest.raises(UserError, match=rf"{problem} \(1 in all\)\. Renew it: layerproof run"):
         manifest.archive(path, results / "archive/run.zip")
     assert not (results / "archive/run.zip").exists()
 
@@ -235,7 +250,7 @@ def test_an_archive_holds_the_run_and_verifies_anywhere(results, archive, capsys
     with zipfile.ZipFile(archive) as file:
         held = {name: file.read(name) for name in file.namelist()}
     files = {f"results/{name}": results / name for name in [*content(results)["outputs"], "manifest.json"]}
-    files |= {f"code/{CODE}": manifest.REPOSITORY / CODE, "inputs/prompts.txt": Path("prompts.txt")}
+    files |= {f"code/{CODE}": fingerprint.path_of(CODE), "inputs/prompts.txt": Path("prompts.txt")}
     assert json.loads(held.pop("archive.json"))["files"].keys() == files.keys()
     assert held == {name: path.read_bytes() for name, path in files.items()}
     elsewhere = archive.rename(tmp_path / "elsewhere.zip")
@@ -290,11 +305,13 @@ def test_an_unusable_archive_is_told_in_one_line(archive, damage):
 
 
 def test_no_damaged_byte_of_a_member_goes_unnoticed(archive):
-    """Some make the compressed data wrong and some make it impossible to unpack."""
+    """Some make the compressed data wrong and some make it impossible to unpack. The last one is left out: it marks the
+    end, and without it the content is the same.
+    """
     with zipfile.ZipFile(archive) as file:
         info = file.getinfo(f"code/{CODE}")
     start = info.header_offset + 30 + len(info.filename)
     whole = archive.read_bytes()
-    for position in range(start, start + info.compress_size, 7):
+    for position in range(start, start + info.compress_size - 1, 7):
         archive.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
         assert manifest.verify(archive) == 1, position - start

@@ -22,6 +22,8 @@ from layerproof.report.sentences import verdict_sentences
 from layerproof.report.words import number, share
 from layerproof.tensors.tensor import Tensor
 
+VERSIONS = {"Python": "3.12.11"}
+
 
 def sentences(comparisons, chains=(), diagnoses=()):
     verdicts = reports.collect(comparisons, chains, diagnoses)
@@ -29,16 +31,14 @@ def sentences(comparisons, chains=(), diagnoses=()):
 
 
 def not_looked_at(comparisons, chains):
-    return what_was_not_compared(comparisons, chains, reports.CONFIG)
+    return what_was_not_compared(comparisons, chains, reports.config())
 
 
 def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings=(), trimmed=(), **config):
     verdicts = reports.collect(comparisons, chains, diagnoses)
-    settings = reports.CONFIG | config
     books = reports.audit(comparisons, *findings), [{"files": files} for files in trimmed], reports.preflights()
-    return page.render(
-        TEMPLATE, verdicts, comparisons, chains, diagnoses, plots or {}, unused, *books, {"config": settings}
-    )
+    images, settings = plots or {}, reports.config(**config)
+    return page.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, images, unused, *books, settings, VERSIONS)
 
 
 def words(html):
@@ -58,7 +58,7 @@ def test_a_pass_names_its_scope_and_how_close_it_came():
     )
     assert re.match(r"[\w.]+ of \w+ comes nearest to its limit, with \d[\d.]* % of the error that is allowed", margin)
     assert "chain all" in end_to_end and "100 %" in end_to_end
-    covered = what_was_compared(comparisons, chains, reports.CONFIG)["Covered"]
+    covered = what_was_compared(comparisons, chains, reports.config())["Covered"]
     assert covered == "4 kinds of stage × 2 prefill lengths (4, 6 tokens) × 5 taps, where a stage has them"
 
 
@@ -378,8 +378,8 @@ def test_stages_that_do_not_pass_are_open_and_the_others_closed():
 
 def test_every_stage_says_how_to_run_it_again():
     html = render(*reports.bad())
-    assert "snakemake --cores 1 --forcerun results/port/layer_001.h5 -- results/compare/layer_001.json" in html
-    assert "--forcerun results/chain/all/layer_001.h5 -- results/compare/chain/all.json" in html
+    assert "layerproof run results/compare/layer_001.json -- --forcerun results/port/layer_001.h5" in html
+    assert "layerproof run results/compare/chain/all.json -- --forcerun results/chain/all/layer_001.h5" in html
 
 
 def test_the_page_states_compilations_logits_thresholds_and_where_it_was_made():
@@ -518,7 +518,7 @@ def test_of_a_stage_whose_weights_cannot_be_read_the_table_says_nothing():
 def test_the_audit_is_told_by_hand(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.run(["audit"]) == 2
-    assert "Run snakemake --cores 1 results/audit.json" in capsys.readouterr().err
+    assert "Run layerproof run results/audit.json" in capsys.readouterr().err
     for found, code in ((), 0), ([("upcast", "w: float32", False)], 1):
         write_json(tmp_path / "results/audit.json", reports.audit(reports.good()[0], *found))
         assert cli.run(["audit"]) == code

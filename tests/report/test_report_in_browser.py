@@ -50,11 +50,10 @@ def written(request, tmp_path_factory):
     diagnoses = diagnoses if request.param == "bad" else []
     verdicts = reports.collect(comparisons, chains, diagnoses)
     books = reports.audit(comparisons), [], reports.preflights()
+    settings, software = reports.config(), {"Python": "3.12.11"}
+    html = render(TEMPLATE, verdicts, comparisons, chains, diagnoses, images, [], *books, settings, software)
     page = directory / "report.html"
-    page.write_text(
-        render(TEMPLATE, verdicts, comparisons, chains, diagnoses, images, [], *books, {"config": reports.CONFIG}),
-        encoding="utf-8",
-    )
+    page.write_text(html, encoding="utf-8")
     headline = verdict_sentences(verdicts, comparisons, chains, diagnoses, reports.LIMIT)[0]
     return page, headline, {one["stage"]: one["status"] for one in comparisons}
 

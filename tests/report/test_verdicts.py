@@ -10,21 +10,30 @@ import jsonschema
 import pytest
 
 import reports
+from configs import REPOSITORY
 from layerproof.errors import UserError
 from layerproof.report.verdicts import collect, gate
-from layerproof.rerun.recorder import REPOSITORY
 
 NUMBER = {"type": ["number", "null"]}
 TEXT = {"type": ["string", "null"]}
 STATUS = {"enum": ["pass", "fail", "error", "missing"]}
 
 
-def exactly(required, **more):
-    return {"type": "object", "properties": required | more, "required": list(required), "additionalProperties": False}
+def exactly(properties):
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 def optional(schema):
     return {"anyOf": [{"type": "null"}, schema]}
+
+
+def by_name(schema):
+    return {"type": "object", "additionalProperties": schema}
 
 
 CHAINED = exactly(
@@ -33,35 +42,38 @@ CHAINED = exactly(
 CAUSE = exactly(
     {
         "name": {"type": "string"},
+        "text": {"type": "string"},
         "R_explained": NUMBER,
         "runner_up": optional(exactly({"name": {"type": "string"}, "R_explained": NUMBER})),
-    },
-    text={"type": "string"},
+        "estimate": {"type": ["object", "null"]},
+    }
 )
-CULPRIT = exactly({"tap": {"type": "string"}, "cause": TEXT})
+CULPRIT = {"tap": {"type": "string"}, "cause": TEXT, "rank": {"type": ["integer", "null"]}}
 WORST = exactly({"group": {"type": "string"}, "index": {}, "R": {"type": "number"}})
-TAP = exactly({"status": STATUS, "R": NUMBER, "worst": optional(WORST)}, reason=TEXT)
+OUTPUT = {"R": NUMBER, "excess": NUMBER}
+TAP = exactly({"status": STATUS, "reason": TEXT, **OUTPUT, "worst": optional(WORST), "layout": TEXT})
 STAGE = exactly(
     {
         "status": STATUS,
-        "isolated": exactly({"R": NUMBER, "taps": {"type": "object", "additionalProperties": TAP}}),
+        "reason": TEXT,
+        "isolated": exactly({**OUTPUT, "outputs": by_name(exactly(OUTPUT)), "taps": by_name(TAP)}),
         "chained": optional(CHAINED),
+        "routing": {"type": ["object", "null"]},
+        "culprits": {"type": "array", "items": exactly(CULPRIT)},
         "cause": optional(CAUSE),
-    },
-    reason=TEXT,
-    routing={"type": ["object", "null"]},
-    culprits={"type": "array", "items": CULPRIT},
+    }
 )
+CHAIN = exactly({"status": STATUS, "first_wrong": TEXT, "logits": {"type": ["object", "null"]}})
 SCHEMA = exactly(
     {
-        "schema_version": {"const": 1},
+        "schema_version": {"const": 2},
         "overall": {"enum": ["pass", "fail", "error"]},
-        "first_culprit": optional(exactly({"stage": {"type": "string"}, "tap": {"type": "string"}, "cause": TEXT})),
-        "stages": {"type": "object", "additionalProperties": STAGE},
-    },
-    chains={"type": "object"},
+        "first_culprit": optional(exactly({"stage": {"type": "string"}, **CULPRIT})),
+        "stages": by_name(STAGE),
+        "chains": by_name(CHAIN),
+    }
 )
-"""verdicts.json as the contract has it, and the keys that were added to it."""
+"""verdicts.json as the contract has it."""
 
 
 def tap(status="pass", **more):
@@ -101,7 +113,7 @@ def test_overall_and_first_culprit(states):
     assert verdicts["overall"] == expected
     if "fail" in states:
         first = f"layer_{states.index('fail'):03d}"
-        assert verdicts["first_culprit"] == {"stage": first, "tap": "out", "cause": None}
+        assert verdicts["first_culprit"] == {"stage": first, "tap": "out", "cause": None, "rank": None}
     else:
         assert verdicts["first_culprit"] is None
     assert [entry["status"] for entry in verdicts["stages"].values()] == list(states)
@@ -126,16 +138,17 @@ def test_culprit_is_the_first_failing_tap_of_the_first_failing_stage():
             comparison("layer_002", "fail", {"input_norm": tap("fail"), "out": tap("fail")}),
         ]
     )
-    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "attn.out", "cause": None}
+    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "attn.out", "cause": None, "rank": None}
 
 
 def test_culprit_is_what_the_diagnosis_found_wrong_of_itself():
     failing = [comparison("layer_001", "fail", {"attn.q": tap("fail"), "out": tap("fail")}), comparison("layer_002")]
     found = reports.diagnosis("layer_001", ("input_norm", "no weight"), ("out", None))
     verdicts = checked(failing, diagnoses=[found, reports.diagnosis("layer_002")])
-    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "input_norm", "cause": "router_softmax"}
+    first = {"tap": "input_norm", "cause": "router_softmax", "rank": None}
+    assert verdicts["first_culprit"] == {"stage": "layer_001", **first}
     stage = verdicts["stages"]["layer_001"]
-    assert stage["culprits"] == [{"tap": "input_norm", "cause": "router_softmax"}, {"tap": "out", "cause": None}]
+    assert stage["culprits"] == [first, {"tap": "out", "cause": None, "rank": None}]
     assert (stage["cause"]["name"], stage["cause"]["runner_up"]["R_explained"]) == ("router_softmax", 41.0)
     assert verdicts["stages"]["layer_002"]["cause"] is None
 
@@ -143,7 +156,7 @@ def test_culprit_is_what_the_diagnosis_found_wrong_of_itself():
 def test_stage_that_could_not_be_diagnosed_is_blamed_by_its_first_failing_tap():
     failing = [comparison("layer_001", "fail", {"attn.q": tap("pass"), "out": tap("fail")})]
     verdicts = checked(failing, diagnoses=[reports.diagnosis("layer_001", reason="the golden ran out of memory")])
-    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "out", "cause": None}
+    assert verdicts["first_culprit"] == {"stage": "layer_001", "tap": "out", "cause": None, "rank": None}
 
 
 def test_stages_keep_their_order():
@@ -154,7 +167,20 @@ def test_stages_keep_their_order():
 def test_stage_that_was_not_compared_keeps_its_reason():
     entry = checked([comparison("layer_000", "error", {})])["stages"]["layer_000"]
     assert (entry["status"], entry["reason"]) == ("error", "why")
-    assert entry["isolated"] == {"R": None, "taps": {}}
+    nothing = {"R": None, "excess": None}
+    assert entry["isolated"] == {**nothing, "outputs": {"out": nothing}, "taps": {}}
+
+
+def test_values_of_the_output_are_those_of_its_tap():
+    taps = {"attn.q": tap(R=9.0, excess=8.0), "out": tap(R=1.25, excess=0.5)}
+    isolated = checked([comparison("layer_000", taps=taps)])["stages"]["layer_000"]["isolated"]
+    out = {"R": 1.25, "excess": 0.5}
+    plain = {"status": "pass", "reason": None, "worst": None, "layout": None}
+    assert isolated == {
+        **out,
+        "outputs": {"out": out},
+        "taps": {"attn.q": {**plain, "R": 9.0, "excess": 8.0}, "out": {**plain, **out}},
+    }
 
 
 def test_worst_group_is_the_one_with_the_largest_R():
@@ -225,13 +251,13 @@ def test_a_captured_chain_that_goes_wrong_fails_the_gate(tmp_path):
 BAD = {
     "not there": None,
     "empty": "",
-    "cut": '{"schema_version": 1, "overall": "pa',
+    "cut": '{"schema_version": 2, "overall": "pa',
     "binary": b"\x89HDF\xff",
     "list": "[]",
-    "other schema": '{"schema_version": 2, "overall": "pass", "first_culprit": null}',
-    "no schema": '{"overall": "pass", "first_culprit": null}',
-    "no overall": '{"schema_version": 1, "first_culprit": null}',
-    "unknown overall": '{"schema_version": 1, "overall": "fine", "first_culprit": null}',
+    "other schema": '{"schema_version": 1, "overall": "pass", "first_culprit": null, "stages": {}, "chains": {}}',
+    "no schema": '{"overall": "pass", "first_culprit": null, "stages": {}, "chains": {}}',
+    "no overall": '{"schema_version": 2, "first_culprit": null, "stages": {}, "chains": {}}',
+    "unknown overall": '{"schema_version": 2, "overall": "fine", "first_culprit": null, "stages": {}, "chains": {}}',
 }
 
 

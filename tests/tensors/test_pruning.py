@@ -1,4 +1,4 @@
-"""Trimmed files: what stays in them, what they stand for, and how damage shows."""
+"""Pruned files: what stays in them, what they stand for, and how damage shows."""
 
 import resource
 import signal
@@ -38,7 +38,7 @@ def facts(path):
 
 def test_outputs_statistics_and_documents_stay(whole):
     before = facts(whole)
-    pruning.trim(whole)
+    pruning.prune(whole)
     after = facts(whole)
     for name, entry in after.items():
         shape = entry.pop("shape", None)
@@ -55,15 +55,15 @@ def test_outputs_statistics_and_documents_stay(whole):
 def test_a_trimmed_file_stands_for_the_whole_one(whole):
     digest, status = sha256(whole), whole.stat()
     assert pruning.read(whole) is None and pruning.digest(whole) == digest
-    assert pruning.whole_bytes(whole) == status.st_size
-    trimmed = pruning.trim(whole)
-    assert pruning.read(whole) == trimmed and (trimmed.whole, trimmed.whole_bytes) == (digest, status.st_size)
+    assert pruning.original_bytes(whole) == status.st_size
+    trimmed = pruning.prune(whole)
+    assert pruning.read(whole) == trimmed and (trimmed.original, trimmed.original_bytes) == (digest, status.st_size)
     assert pruning.digest(whole) == digest and sha256(whole) != digest
-    assert pruning.whole_bytes(whole) == status.st_size != whole.stat().st_size
+    assert pruning.original_bytes(whole) == status.st_size != whole.stat().st_size
     assert whole.stat().st_mtime_ns == status.st_mtime_ns, "or Snakemake runs what depends on it"
     assert trimmed.is_undamaged()
     content = whole.read_bytes()
-    assert pruning.trim(whole) == trimmed and whole.read_bytes() == content, "once is enough"
+    assert pruning.prune(whole) == trimmed and whole.read_bytes() == content, "once is enough"
 
 
 def test_a_file_that_is_trimmed_while_its_digest_is_taken(whole, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_file_that_is_trimmed_while_its_digest_is_taken(whole, monkeypatch):
     def trims(path, block):
         found = parsed(path, block)
         monkeypatch.setattr(pruning, "_parsed", parsed)
-        pruning.trim(path)
+        pruning.prune(path)
         return found
 
     monkeypatch.setattr(pruning, "_parsed", trims)
@@ -81,14 +81,14 @@ def test_a_file_that_is_trimmed_while_its_digest_is_taken(whole, monkeypatch):
 
 
 def test_tensors_that_were_dropped_are_not_taken_for_none(whole):
-    pruning.trim(whole)
+    pruning.prune(whole)
     with pytest.raises(StageError, match=r"layer_000.h5: holds only outputs \(compare.taps: auto\).*--forcerun"):
         hdf5.read_group(whole, "golden")
 
 
 @pytest.mark.parametrize("byte", [pruning.BLOCK_BYTES + 5, -1])
 def test_damage_of_a_trimmed_file_shows(whole, byte):
-    pruning.trim(whole)
+    pruning.prune(whole)
     content = bytearray(whole.read_bytes())
     content[byte] ^= 1
     whole.write_bytes(content)
@@ -96,7 +96,7 @@ def test_damage_of_a_trimmed_file_shows(whole, byte):
 
 
 def test_a_file_with_a_damaged_first_line_is_no_trimmed_one(whole):
-    pruning.trim(whole)
+    pruning.prune(whole)
     content = whole.read_bytes()
     whole.write_bytes(content[: len(pruning.MAGIC)] + bytes(pruning.BLOCK_BYTES) + content[pruning.BLOCK_BYTES :])
     assert pruning.read(whole) is None and pruning.digest(whole) == sha256(whole)
@@ -110,7 +110,7 @@ def test_a_full_disk_leaves_the_whole_file(whole, limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
         with pytest.raises(StageError, match=r"layer_000.h5: cannot be written \(.*\). Free disk space and run again."):
-            pruning.trim(whole)
+            pruning.prune(whole)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
@@ -121,15 +121,15 @@ def test_a_damaged_file_is_told_from_a_full_disk(whole):
     content = whole.read_bytes()[:-100]
     whole.write_bytes(content)
     with pytest.raises(StageError, match=r"layer_000.h5: cannot be read, the file is damaged"):
-        pruning.trim(whole)
+        pruning.prune(whole)
     assert whole.read_bytes() == content and list(whole.parent.iterdir()) == [whole]
 
 
 def test_a_job_that_reads_all_has_trimmed_files_made_again(whole, tmp_path):
-    pruning.require_whole([whole, tmp_path / "none.h5"])
-    pruning.trim(whole)
+    pruning.require_intact([whole, tmp_path / "none.h5"])
+    pruning.prune(whole)
     with pytest.raises(
         UserError, match=r"layer_000.h5: held only outputs.*was removed: all taps are needed again. Run again."
     ):
-        pruning.require_whole([whole])
+        pruning.require_intact([whole])
     assert not whole.exists()

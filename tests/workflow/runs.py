@@ -52,9 +52,10 @@ class Workflow:
         self.configure(**config)
 
     def configure(self, **sections) -> None:
-        """Sets keys of config.yaml by section; a section that is no mapping is replaced."""
+        """Sets keys of config.yaml by section; a value that is no mapping replaces what was there."""
         for section, values in sections.items():
-            self.config[section] = self.config[section] | values if isinstance(values, dict) else values
+            before = self.config.get(section) or {}
+            self.config[section] = before | values if isinstance(values, dict) else values
         (self.directory / "config.yaml").write_text(yaml.safe_dump(self.config))
 
     def run(self, *arguments: str, target: str = "results/report.html", check: bool = True) -> Run:

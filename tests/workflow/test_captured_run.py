@@ -75,7 +75,7 @@ def test_a_compiled_model_that_does_something_else_than_its_stages_fails(tmp_pat
 def test_a_folder_without_captured_tensors_is_told(tmp_path):
     workflow = Workflow(tmp_path, port={"captured": "captured"})
     run = workflow.run(check=False)
-    assert run.returncode and "port.captured: captured is no folder." in run.text
+    assert run.returncode and "port.captured: captured is not a directory." in run.text
     (tmp_path / "captured").mkdir()
     run = workflow.run(check=False)
     assert (

@@ -12,8 +12,8 @@ def verdicts(workflow):
     return json.loads((workflow.results / "verdicts.json").read_text())
 
 
-def test_what_tracing_makes_a_constant_is_in_the_report(tmp_path, trained):
-    workflow = Workflow(tmp_path, model={"checkpoint": str(trained)}, layers="0", chains=["0"], port={"compile": "xla"})
+def test_what_tracing_makes_a_constant_is_in_the_report(tmp_path):
+    workflow = Workflow(tmp_path, layers="0", chains=["0"], port={"compile": "xla"})
     workflow.run()
     assert verdicts(workflow)["overall"] == "pass"
     assert "compiled graph" not in (workflow.results / "report.html").read_text()

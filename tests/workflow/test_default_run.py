@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,9 @@ from runs import REPOSITORY, Workflow
 
 import scale
 from bugs.corpus import BUGS, MINIMAX
+from configs import config_with
+from layerproof.model import fp8
+from layerproof.paths import TINY_CHECKPOINT
 
 pytestmark = pytest.mark.workflow
 
@@ -70,7 +74,9 @@ def test_files_are_digested_as_often_as_the_time_of_a_run_is_reckoned_with(workf
 
 def test_a_model_in_fp8_passes(tmp_path):
     """As MiniMax-M2 was released: matrices in e4m3 with the scale of each block, which both sides dequantise on the CPU."""
-    workflow = Workflow(tmp_path, model={"form": "fp8"}, layers="0-1", chains=[])
+    shutil.copytree(REPOSITORY / TINY_CHECKPOINT, tmp_path / "model")
+    fp8.quantize_checkpoint(tmp_path / "model")
+    workflow = Workflow(tmp_path, model={"checkpoint": "model"}, layers="0-1", chains=[])
     workflow.run()
     assert json.loads((workflow.results / "verdicts.json").read_text())["overall"] == "pass"
     layer = json.loads((workflow.results / "audit.json").read_text())["stages"]["layer_001"]
@@ -144,8 +150,8 @@ def test_a_changed_line_turns_the_verdict_of_its_layer(workflow, tmp_path, mista
     (tmp_path / "port.py").write_text(bug.overlay((REPOSITORY / "workflow/ports/minimax_m2.py").read_text()))
     results = workflow.results
     tokens = Tokens.read(results / "tokens.json")
-    settings = workflow.config["port"] | {"module": str(tmp_path / "port.py"), "trust_remote_code": False}
-    runner = Runner.start(results / "checkpoint", tokens, settings)
+    settings = config_with(port={"module": str(tmp_path / "port.py")})
+    runner = Runner.start(REPOSITORY / TINY_CHECKPOINT, tokens, settings)
     fed = hdf5.read(results / "golden/layer_001.h5", "golden/out")
     port_stage.make_stage(runner, "layer_002", read_json(results / "weights/layer_002.json"), fed, tmp_path / "port.h5")
     golden = results / "golden/layer_002.h5", results / "noise/layer_002.h5"

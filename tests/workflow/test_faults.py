@@ -89,7 +89,7 @@ def gate(workflow):
         ("weights", "weights/layer_001.json", "weights"),
         ("golden", "golden/layer_001.h5", "golden/layer_001"),
         ("port", "port/layer_001.h5", "port/layer_001"),
-        ("port", "chain/0-2/layer_001.h5", "chain/0-2"),
+        ("chain", "chain/0-2/layer_001.h5", "chain/0-2/layer_001"),
         ("compare", "compare/layer_001.json", "compare/layer_001"),
         ("plot-stage", "plots/layer_001.svg", "plots/layer_001"),
         ("report", "report.html", "report"),
@@ -108,26 +108,22 @@ def test_killed_job_runs_again_to_the_same_result(workflow, verb, output, log):
     assert workflow.run().started == 0
 
 
-def test_a_job_whose_process_is_killed_says_so(workflow):
-    """Not the one that snakemake started but the one that jobs share, as the kernel does that is out of memory."""
+def test_a_stage_whose_process_is_killed_ends_as_an_error_and_the_others_of_its_job_go_on(workflow):
+    """As the kernel kills a process when memory runs out: not the one that snakemake started but the one at work."""
     before = digests(workflow)
-    (workflow.results / "weights/layer_001.json").unlink()
+    stages = ["layer_000", "layer_001", "layer_002"]
+    for stage in stages:
+        (workflow.results / f"port/{stage}.h5").unlink()
     process = workflow.start()
-    log = workflow.results / "logs/weights.log"
-    at_work(process, "layerproof weights", log)
-    (worker,) = [one for one in psutil.process_iter() if printing_to(one, log)]
-    worker.kill()
-    assert process.wait() != 0 and "killed by SIGKILL (out of memory, or killed by hand)" in workflow.printed()
+    job = at_work(process, "layerproof port results/port/layer_000", workflow.results / "logs/port/layer_000.log")
+    (at_a_stage,) = job.children()
+    at_a_stage.kill()
+    assert process.wait() == 0, workflow.printed()
+    told = "killed by SIGKILL (out of memory, or killed by hand)"
+    assert told in reason(workflow, "layer_000") and told in workflow.log("port/layer_000")
+    assert statuses(workflow) == dict.fromkeys(STAGES, "pass") | {"layer_000": "error"}
     workflow.run()
     assert digests(workflow) == before
-
-
-def printing_to(process, log):
-    with contextlib.suppress(psutil.Error):
-        return "layerproof.server.worker" in process.cmdline() and str(log) in {
-            file.path for file in process.open_files()
-        }
-    return False
 
 
 def test_everything_killed_resumes_after_unlock(workflow):
@@ -140,9 +136,17 @@ def test_everything_killed_resumes_after_unlock(workflow):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    assert not [one for one in psutil.process_iter() if works_in(one, workflow.directory)]
     assert workflow.run("--unlock").returncode == 0
     workflow.run()
     assert digests(workflow) == before
+    assert not list(workflow.results.rglob("*.tmp"))
+
+
+def works_in(process, directory):
+    with contextlib.suppress(psutil.Error):
+        return process.cwd() == str(directory)
+    return False
 
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
@@ -286,10 +290,11 @@ def test_disk_full(workflow):
     output.unlink()
     import shlex
 
-    command = [sys.executable, *shlex.split(record.run["command"])[1:]]
+    command = [sys.executable, "-m", *shlex.split(record.run["command"])]
     script = f"ulimit -f 64; export PYTHONPATH=workflow; {shlex.join(command)}"
-    outcome = subprocess.run(["bash", "-c", script], cwd=workflow.directory, capture_output=True, text=True)
-    assert "golden/layer_001.h5: cannot be written" in outcome.stderr and "Traceback" not in outcome.stderr
+    subprocess.run(["bash", "-c", script], cwd=workflow.directory, check=True)
+    printed = workflow.log("golden/layer_001")
+    assert "golden/layer_001.h5: cannot be written" in printed and "Traceback" not in printed
     assert not list(workflow.results.rglob("*.tmp"))
     workflow.run("-n")
     workflow.run()

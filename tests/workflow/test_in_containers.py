@@ -13,6 +13,7 @@ import pytest
 from runs import CACHE, REPOSITORY, Workflow
 
 from layerproof.files import digest_of, sha256
+from layerproof.paths import TINY_CHECKPOINT
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.workflow]
 
@@ -67,13 +68,13 @@ def test_the_default_run(images, tmp_path):
 
     golden, port = record(workflow, "golden/layer_003"), record(workflow, "port/layer_003")
     digests = {side: f"sha256:{sha256(images / f'{side}.sif')}" for side in ("layerproof", "neuron")}
-    assert golden["spec"]["container"] == digests["layerproof"]
-    assert port["spec"]["container"] == digests["neuron"]
+    assert golden["job"]["versions"] == {"container": digests["layerproof"]}
+    assert port["job"]["versions"] == {"container": digests["neuron"]}
     assert "transformers" in golden["run"]["packages"] and "transformers" not in port["run"]["packages"]
     report = (workflow.results / "report.html").read_text()
     assert all(digest in report for digest in digests.values())
     manifest = json.loads((workflow.results / "manifest.json").read_text())
-    assert manifest["jobs"]["port/norm"]["settings"]["container"] == digests["neuron"]
+    assert manifest["jobs"]["port/norm"]["versions"]["container"] == digests["neuron"]
 
     # Golden, port and Snakemake have a Python of their own, and agree on what code is.
     assert run(workflow, target="all").started == 0
@@ -85,17 +86,16 @@ def test_the_default_run(images, tmp_path):
 
 
 def test_what_the_config_names_is_seen_and_a_rebuilt_image_runs_its_side_again(images, elsewhere):
-    first = Workflow(elsewhere / "first", layers=0, chains=[])
-    first.run(target="results/checkpoint/config.json")
+    shutil.copytree(REPOSITORY / TINY_CHECKPOINT, elsewhere / "shipped")
     checkpoint, port = elsewhere / "models" / "small", elsewhere / "ports" / "my_port.py"
     checkpoint.mkdir(parents=True)
-    for file in (first.results / "checkpoint").iterdir():
+    for file in (elsewhere / "shipped").iterdir():
         (checkpoint / file.name).symlink_to(file)
     port.parent.mkdir()
     port.write_text((REPOSITORY / "workflow/ports/minimax_m2.py").read_text())
 
     workflow = Workflow(
-        elsewhere / "second",
+        elsewhere / "run",
         layers=0,
         chains=[],
         model={"checkpoint": str(checkpoint)},

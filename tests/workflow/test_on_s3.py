@@ -47,7 +47,7 @@ class Hosts:
             (host.directory / "ids.json").write_text("[[5, 6, 7, 8, 9], [10, 11, 12]]")
             host.configure(inputs={"prompts": None, "token_ids": "ids.json"})
 
-    def on_golden(self, *arguments, target="store_golden", **options):
+    def on_golden(self, *arguments, target="export_golden", **options):
         return self._alone(self.golden, self.port, *arguments, target=target, **options)
 
     def on_port(self, *arguments, target="all", **options):
@@ -83,7 +83,8 @@ def test_a_port_is_compared_with_a_golden_that_another_host_made(swift, tmp_path
             name = f"{folder}/{stage}.h5"
             assert (hosts.port.results / name).read_bytes() == (hosts.golden.results / name).read_bytes()
     record = json.loads((hosts.port.results / "records/golden/layer_001.json").read_text())
-    assert record["verb"] == "take-golden" and record["run"]["made"]["settings"]["mode"] == "streamed"
+    assert record["run"]["command"].startswith("layerproof import-golden ")
+    assert record["run"]["made"]["settings"]["golden"]["mode"] == "streamed"
     assert not list((hosts.port.directory / ".snakemake/storage").rglob("*.zip"))
     assert hosts.on_port().started == 0
 
@@ -94,20 +95,20 @@ def test_a_port_is_compared_with_a_golden_that_another_host_made(swift, tmp_path
     verdicts = json.loads((hosts.port.results / "verdicts.json").read_text())
     assert verdicts["first_culprit"]["cause"] == "router_softmax"
 
-    # One of the golden's code is none that the stored golden was made by.
+    # One of the golden's code is none that the exported golden was made by.
     hosts.port.edit("workflow/layerproof/golden/stage.py", ("stage) if whole else", "stage) if whole is not None else"))
     run = hosts.on_port(target="results/golden/lm_head.h5", check=False)
-    assert run.returncode and "embed.zip: was made by other code (workflow/layerproof/golden/stage.py" in run.text
+    assert run.returncode and "embed.zip: was made by other code (layerproof/golden/stage.py" in run.text
     hosts.golden.edit(
         "workflow/layerproof/golden/stage.py", ("stage) if whole else", "stage) if whole is not None else")
     )
-    stored = swift.get("one/norm.zip")
+    exported = swift.get("one/norm.zip")
     hosts.on_golden()
-    assert swift.get("one/norm.zip") != stored, "its record has the other code"
+    assert swift.get("one/norm.zip") != exported, "its record has the other code"
     hosts.on_port(target="results/golden/lm_head.h5")
 
 
-def test_a_golden_made_from_something_else_is_not_taken(swift, tmp_path):
+def test_a_golden_made_from_something_else_is_not_imported(swift, tmp_path):
     hosts = Hosts(tmp_path, "s3://runs/two")
     hosts.on_golden()
     hosts.on_port()
@@ -131,7 +132,7 @@ def test_an_object_that_was_cut_short_is_told(swift, tmp_path):
     run = hosts.on_port(target="results/golden/layer_002.h5", check=False)
     assert run.returncode and "layer_001.zip: is damaged" in run.text
     assert not (hosts.port.results / "golden/layer_001.h5").exists()
-    hosts.on_golden("--forcerun", "store_stage")
+    hosts.on_golden("--forcerun", "export_stage")
     hosts.on_port(target="results/golden/layer_002.h5")
 
 
@@ -139,11 +140,11 @@ def test_what_cannot_be_done_is_told(swift, tmp_path):
     hosts = Hosts(tmp_path, "s3://runs/four")
     run = hosts.on_port(check=False)
     assert run.returncode and "s3://runs/four/embed.zip" in run.text and not run.made
-    run = hosts.on_port(check=False, target="store_golden")
-    assert run.returncode and "error: config.yaml: golden.mode: stored takes the golden." in run.text
+    run = hosts.on_port(check=False, target="export_golden")
+    assert run.returncode and "error: config.yaml: golden.mode: stored imports the golden." in run.text
     hosts.golden.configure(golden={"storage": None})
     run = hosts.on_golden(check=False)
-    assert run.returncode and "error: config.yaml: golden.storage: store_golden puts the golden there." in run.text
+    assert run.returncode and "error: config.yaml: golden.storage: export_golden puts the golden there." in run.text
     storage = ("--default-storage-provider", "s3", "--default-storage-prefix", "s3://runs/four")
     run = hosts.on_golden(*storage, check=False, target="results/golden/embed.h5")
     assert run.returncode and "error: --default-storage-provider: results/ has to be local." in run.text

@@ -17,10 +17,9 @@ def read(workflow, name):
     return json.loads((workflow.results / name).read_text())
 
 
-def test_a_port_on_two_ranks_is_judged_as_one(tmp_path, trained):
-    model = {"checkpoint": str(trained)}
+def test_a_port_on_two_ranks_is_judged_as_one(tmp_path):
     split = {"parallel": {"tp": 2}, "port": {"module": PORT}}
-    workflow = Workflow(tmp_path, model=model, layers="0-1", chains=["0-1"], **split)
+    workflow = Workflow(tmp_path, layers="0-1", chains=["0-1"], **split)
     workflow.run(target="results/report.html results/bisect.json")
     found = read(workflow, "verdicts.json")
     assert found["overall"] == "pass"
@@ -45,13 +44,14 @@ def test_a_port_on_two_ranks_is_judged_as_one(tmp_path, trained):
         "stage": "layer_000",
         "tap": "attn.q_norm",
         "cause": "qk_norm_per_shard",
+        "rank": None,
     }
     forced = read(workflow, "diagnosis/layer_000.json")
     assert {culprit["tap"] for culprit in forced["culprits"]} == {"attn.q_norm", "attn.k_norm"}, "parts are forced"
 
 
 @pytest.mark.nxdi
-def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch, trained):
+def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(LIBRARIES), os.environ.get("PYTHONPATH", "")]))
     port = {
         "backend": "nxdi",
@@ -59,8 +59,7 @@ def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch, trained):
         "nxdi": {"config": {"mistake": "rank as number"}},
         "compile": "xla",
     }
-    model = {"checkpoint": str(trained)}
-    workflow = Workflow(tmp_path, model=model, layers="0", chains=[], parallel={"tp": 2}, port=port)
+    workflow = Workflow(tmp_path, layers="0", chains=[], parallel={"tp": 2}, port=port)
     (tmp_path / "model.py").write_text(MODEL.read_text())
     workflow.run()
     assert read(workflow, "verdicts.json")["overall"] == "pass", "each rank computes with its own number"
@@ -72,7 +71,12 @@ def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch, trained):
     workflow.configure(port={"nxdi": {"config": {"mistake": "no sum"}}})
     workflow.run()
     found = read(workflow, "verdicts.json")
-    assert found["first_culprit"] == {"stage": "layer_000", "tap": "attn.out", "cause": "sharded_sum_missing"}
+    assert found["first_culprit"] == {
+        "stage": "layer_000",
+        "tap": "attn.out",
+        "cause": "sharded_sum_missing",
+        "rank": None,
+    }
     reason = read(workflow, "compare/layer_000.json")["reason"]
     assert reason.startswith("attn.out: ranks 0 and 1 differ") and "the sum over the ranks that is missing" in reason
     kinds = {one["kind"] for one in read(workflow, "audit.json")["stages"]["layer_000"]["findings"]}

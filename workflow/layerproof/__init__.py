@@ -2,7 +2,7 @@
 
 The packages, in the order in which data flows. None imports one further down:
 
-    the ground floor    errors, files, known_errors, environment, devices, failures, taps, config
+    the ground floor    errors, files, known_errors, environment, devices, failures, paths, shapes, taps, config
     tensors             the tensor type, and the HDF5 files that hold tensors
     rerun               which code a job ran, its record, and whether it must run again
     model               what is to be run: stages, tokens, the checkpoint and how a stage's weights are loaded
@@ -13,6 +13,8 @@ The packages, in the order in which data flows. None imports one further down:
     host                what jobs will take, and whether this host has it
     diagnose            why a stage fails
     report              verdicts, plots, the page, the manifest
-    server              processes that the jobs of one call share
+    project             Layerproof in a folder of one's own: init, run, why
     cli                 the command line, from the `verbs` of each package
 """
+
+__version__ = "0.2.0"

@@ -1,136 +1,535 @@
-"""config.yaml, checked against its schema and against what is there, before any job runs."""
+"""config.yaml: every key with its type, default and meaning, and how the file is read and checked.
+
+The sections are plain frozen dataclasses, so a job reads its settings without pydantic. Only `validate` and `schema`, which
+run where Snakemake does, import it.
+"""
 
 from __future__ import annotations
 
-import copy
 import difflib
-from collections.abc import Mapping
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
-
-import jsonschema.validators
-import yaml
+from typing import Annotated, Any, Literal
 
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
 
-SCHEMA = Path(__file__).resolve().parents[1] / "schemas" / "config.schema.yaml"
+SCHEMA = "workflow/schemas/config.schema.yaml"
+PYDANTIC = {"extra": "forbid", "use_attribute_docstrings": True, "strict": True}
+
+
+class Limit:
+    """What a value must satisfy besides its type, by the keys of pydantic's core schema (`gt`, `pattern`, `min_length`).
+
+    pydantic asks any annotation for `__get_pydantic_core_schema__`, so this needs no import of it.
+    """
+
+    def __init__(self, **keys: Any) -> None:
+        self.keys = keys
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        schema = handler(source)
+        schema.update(self.keys)
+        return schema
+
+
+NotEmpty = Annotated[str, Limit(min_length=1)]
+Image = Annotated[str, Limit(pattern=r"^([^:]+\.sif|[a-z]+://([^\s@/]+/)*[^\s@/:]+@sha256:[0-9a-f]{64})$")]
+Place = Annotated[str, Limit(pattern=r"^(cpu|disk|cuda(:[0-9]+)?)$")] | Annotated[int, Limit(ge=0)]
+DeviceMap = Annotated[str, Limit(pattern=r"^(auto|balanced|balanced_low_0|sequential|cpu|cuda(:[0-9]+)?)$")]
+
+
+class Section:
+    """A part of config.yaml. A job has only the keys that its rule names; reading another one raises AttributeError."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{type(self).__name__}.{name} is not among this job's settings: name it in the job's rule."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model(Section):
+    """The model that both sides run."""
+
+    __pydantic_config__ = PYDANTIC
+
+    checkpoint: NotEmpty = "workflow/resources/tiny_minimax_m2"
+    """Directory of a transformers causal language model with safetensors. The default is a small MiniMax-M2, trained
+    for half a minute on public-domain text, that comes with Layerproof."""
+    trust_remote_code: bool = False
+    """Whether transformers may run Python code that comes with the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs(Section):
+    """What the model reads. Set exactly one of prompts and token_ids."""
+
+    __pydantic_config__ = PYDANTIC
+
+    prompts: NotEmpty | None = None
+    """UTF-8 text file of prompts separated by empty lines, for the checkpoint's tokenizer."""
+    token_ids: NotEmpty | None = None
+    """JSON file of token ids in place of prompts: [[1, 2, 3], [4, 5]]."""
+    max_tokens: Annotated[int, Limit(ge=1)] = 512
+    """Longest prompt in tokens; longer ones are cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden(Section):
+    """The trusted model."""
+
+    __pydantic_config__ = PYDANTIC
+
+    mode: Literal["streamed", "whole", "stored"] = "streamed"
+    """streamed runs one stage at a time and needs the memory of one. whole loads the full model into one process,
+    spread over devices by accelerate. stored imports it from golden.storage, where another host exported it
+    (docs/clusters.md)."""
+    device_map: DeviceMap | Annotated[Mapping[str, Place], Limit(min_length=1)] = "auto"
+    """How the full model is spread over devices, in accelerate's terms: auto, balanced, balanced_low_0, sequential,
+    one device such as cuda:0 or cpu, or a map from module names to devices (the number of a GPU, cuda:N, cpu or
+    disk). A streamed golden ignores it."""
+    max_memory: (
+        Mapping[
+            Annotated[str, Limit(pattern="^([0-9]+|cpu)$")],
+            Annotated[str, Limit(pattern="^[0-9]+([.][0-9]+)?[KMG]i?B$")],
+        ]
+        | None
+    ) = None
+    """Most memory that the full model may take on each device, the number of a GPU or cpu: {0: 70GiB, cpu: 200GiB}.
+    null means all of it."""
+    offload_folder: NotEmpty | None = None
+    """Folder for the weights of the full model that fit on no device. Needed where device_map or max_memory leave
+    some over."""
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    """Where a streamed golden runs; auto means CUDA where there is a GPU, and the CPU otherwise."""
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """Type of the golden's weights and activations along its own trajectory. The truth is always fp32, so an fp32
+    golden would have no error to measure the port's error with."""
+    attn_implementation: Literal["eager", "sdpa"] | None = None
+    """transformers' attention implementation; null leaves the choice to transformers."""
+    experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] | None = None
+    """transformers' experts implementation; null leaves the choice to transformers."""
+    storage: Annotated[str, Limit(pattern="^[a-z0-9]+://[^{}?#/][^{}?#]*[^{}?#/]$")] | None = None
+    """Where the golden is kept for hosts that share no file system with the one that makes it: s3://BUCKET/FOLDER, or
+    an address for another storage plugin of Snakemake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nxdi(Section):
+    """How a model of NxD Inference is run, with backend nxdi (docs/nxdi.md)."""
+
+    __pydantic_config__ = PYDANTIC
+
+    causal_lm: str | None = None
+    """Class in port.module that names the others; null means the one NeuronXForCausalLM that it defines."""
+    neuron_config: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model's NeuronConfig, except batch_size, seq_len, torch_dtype and tp_degree, which the run
+    sets."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Attributes of the model's InferenceConfig that config.json lacks or has otherwise."""
+    taps: Mapping[str, NotEmpty | None] = field(default_factory=dict)
+    """For models whose submodules do not have the library's names: canonical tap to the submodule of a layer whose
+    output it is, such as self_attn.q_norm, with [1] behind it for the second of several outputs. null leaves a tap
+    out that means another tensor in this model, such as queries that are scaled already."""
+    cpu_mode: bool = False
+    """NxD's own CPU mode (NXD_CPU_MODE, gloo), without XLA; port.device does not count then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port(Section):
+    """The implementation under test."""
+
+    __pydantic_config__ = PYDANTIC
+
+    backend: Literal["xla", "nxdi", "transformers"] = "xla"
+    """xla runs port.module on an XLA device. nxdi runs the model of NxD Inference that port.module defines there
+    (docs/nxdi.md). transformers runs the unmodified transformers stage there, which checks the compiler and the
+    hardware and needs no module."""
+    module: NotEmpty = "workflow/ports/minimax_m2.py"
+    """Python file, or dotted name of an installed module, that defines the port (docs/ports.md), or with nxdi the
+    model."""
+    device: Literal["auto", "CPU", "NEURON", "TPU"] = "auto"
+    """PJRT device; auto means $PJRT_DEVICE, and CPU if that is not set."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of the port's weights and activations."""
+    compile: Literal["xla", "neuron"] | None = None
+    """How stages are compiled before they run, on other values than those that they were traced on; the audit
+    compares them with the same stages uncompiled. xla: traced by torch-xla. neuron: traced by torch_neuronx and
+    compiled by neuronx-cc. null: they run as they are. With parallel.tp, which neuron does not support, stages run as
+    they are, and the audit says whether all ranks have one graph."""
+    compiler_flags: Sequence[str] = ("--auto-cast=none",)
+    """Flags of neuronx-cc, with port.compile neuron. Each is one text, with its value behind an equals sign."""
+    captured: NotEmpty | None = None
+    """Folder of tensors that NxD Inference captured from the whole compiled model. They are compared as a chain named
+    captured (docs/nxdi.md)."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Handed to the port as it is."""
+    nxdi: Nxdi = field(default_factory=Nxdi)
+    """How a model of NxD Inference is run, with backend nxdi (docs/nxdi.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel(Section):
+    """How the port is spread over ranks (docs/ports.md)."""
+
+    __pydantic_config__ = PYDANTIC
+
+    tp: Annotated[int, Limit(ge=1)] = 1
+    """Ranks that a stage of the port is split over, by tensor parallelism: one process per rank on one host, as
+    torchrun starts them, on Neuron with a core each. On the CPU they run without XLA, whose CPU client knows no other
+    process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compare(Section):
+    """How verdicts are reached."""
+
+    __pydantic_config__ = PYDANTIC
+
+    limit: Annotated[float, Limit(gt=0)] = 1.5
+    """Largest R that passes, in units of the band that legitimate variants of the golden reach; 4/3 of it for the
+    worst token, channel block, head and expert. R is the port's error in units of the golden's own
+    (docs/verdicts.md)."""
+    taps: Literal["all", "auto"] = "all"
+    """Which taps stay in results/ after a stage was compared and diagnosed. all keeps every tap. auto keeps all taps
+    of stages that do not pass, and the outputs and all statistics of the others; an edit of the port then runs the
+    golden again, too, for the stages that it touches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Containers(Section):
+    """Images that the jobs of each side run in with --sdm apptainer (containers/README.md)."""
+
+    __pydantic_config__ = PYDANTIC
+
+    golden: Image = "containers/layerproof.sif"
+    """Runs the trusted model. A .sif file, or NAME@sha256:DIGEST behind docker:// or another scheme of
+    Apptainer's."""
+    port: Image = "containers/layerproof.sif"
+    """Runs the port. A .sif file, or NAME@sha256:DIGEST behind docker:// or another scheme of Apptainer's."""
+    cpu: Image = "containers/layerproof.sif"
+    """Compares, plots and reports. A .sif file, or NAME@sha256:DIGEST behind docker:// or another scheme of
+    Apptainer's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Section):
+    """Every key of config.yaml, with its type, unit, default and meaning."""
+
+    __pydantic_config__ = PYDANTIC
+
+    model: Model = field(default_factory=Model)
+    """The model that both sides run."""
+    inputs: Inputs
+    """What the model reads. Set exactly one of prompts and token_ids."""
+    layers: str | int = "all"
+    """Layers to port and compare: all, 3 or 0-5,30. embed belongs to the first layer, norm and lm_head to the
+    last."""
+    chains: Sequence[str] | None = None
+    """Ranges of stages that the port runs on its own outputs, each a text in quotes: "0-5" or "3" for layers, all
+    from the token ids to the logits. null means [all], or [] if layers is not all."""
+    golden: Golden = field(default_factory=Golden)
+    """The trusted model."""
+    port: Port = field(default_factory=Port)
+    """The implementation under test."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """How the port is spread over ranks (docs/ports.md)."""
+    stages_per_job: Annotated[int, Limit(ge=1, le=64)] = 16
+    """Most stages that one job runs, one after the other, in one process. Each stage keeps its own files, log and
+    record, and runs only if it must. A golden job runs consecutive stages; a job of the port or of a diagnosis runs
+    stages of one kind. A stage that is asked for alone runs alone."""
+    compare: Compare = field(default_factory=Compare)
+    """How verdicts are reached."""
+    containers: Containers = field(default_factory=Containers)
+    """Images that the jobs of each side run in with --sdm apptainer (containers/README.md)."""
+
+
+SECTIONS: Mapping[type[Section], Mapping[str, type[Section]]] = {
+    Config: {
+        "model": Model,
+        "inputs": Inputs,
+        "golden": Golden,
+        "port": Port,
+        "parallel": Parallel,
+        "compare": Compare,
+        "containers": Containers,
+    },
+    Port: {"nxdi": Nxdi},
+}
+"""Sections of sections, by their key."""
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a config file says, as YAML does.
+    """The keys and values in a config file.
 
     Raises:
-        UserError: if it cannot be read, has no keys, or one is twice in a section: YAML would take the last without a word.
+        UserError: if the file cannot be read, has no keys, or names a key twice in a section: YAML would silently take the
+            last one.
     """
+    import yaml
+
     try:
         text = path.read_text(encoding="utf-8")
         node, content = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}). Name a text file that is there.") from None
+        raise UserError(f"{path}: cannot be read ({error}). Name a text file that exists.") from None
     except yaml.YAMLError as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         where = f"line {mark.line + 1}: " if mark else ""
         reason = " ".join((getattr(error, "problem", None) or str(error)).split())
         raise UserError(f"{path}: {where}is not YAML ({reason}). Correct that line or the one before it.") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: has no keys. Begin with the config.yaml that is shipped.")
-    _check_keys_once(path, node)
+        raise UserError(f"{path}: has no keys. Start from the config.yaml that comes with Layerproof.")
+    for name, line in _repeated_keys(node):
+        raise UserError(f"{path}: line {line}: {name} appears twice in this section. Remove one.")
     return content
 
 
-def _check_keys_once(path: Path, node: yaml.Node | None) -> None:
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        elif isinstance(node, yaml.MappingNode):
-            keys: set[str] = set()
-            for key, value in node.value:
-                if key.value in keys:
-                    line = key.start_mark.line + 1
-                    raise UserError(f"{path}: line {line}: {key.value} is there twice in this section. Remove one.")
-                keys.add(key.value)
-                waiting.append(value)
+def _repeated_keys(node: Any) -> Iterator[tuple[str, int]]:
+    """Each key of a YAML tree that is in its section already, and its line."""
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _repeated_keys(item)
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                yield key.value, key.start_mark.line + 1
+            seen.add(key.value)
+            yield from _repeated_keys(value)
 
 
-def fill_defaults(values: Any, schema: Mapping[str, Any]) -> None:
-    if not isinstance(values, dict):
-        return
-    for key, part in schema.get("properties", {}).items():
-        if key not in values and "default" in part:
-            values[key] = copy.deepcopy(part["default"])
-        if key in values:
-            fill_defaults(values[key], part)
+def validate(raw: Mapping[str, Any]) -> Config:
+    """The typed settings, with every default filled in, of the keys and values of a config file.
 
+    Raises:
+        UserError: one line that names the first key that is wrong, what is wrong with it, and the remedy.
+    """
+    from pydantic import ValidationError
 
-def name_gpus(values: dict[str, Any]) -> None:
-    """Takes the numbers of GPUs in golden.max_memory as accelerate spells them, `0: 70GiB`, which in JSON are text."""
-    golden = values.get("golden")
-    if isinstance(golden, dict) and isinstance(golden.get("max_memory"), dict):
-        golden["max_memory"] = {
-            str(name) if type(name) is int else name: most for name, most in golden["max_memory"].items()
-        }
-
-
-def check_schema(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    draft = jsonschema.Draft202012Validator
-    types = draft.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # it would take 2.0
-    validator = jsonschema.validators.extend(draft, type_checker=types)(schema)
-    errors = sorted(validator.iter_errors(values), key=lambda error: list(map(str, error.absolute_path)))
-    if errors:
-        raise UserError(f"config.yaml: {_explain(errors[0])}")
-
-
-def _explain(error: jsonschema.ValidationError) -> str:
-    key = ".".join(map(str, error.absolute_path))
-    schema: Any = error.schema
-    if error.validator == "additionalProperties":
-        known = list(schema["properties"])
-        unknown = sorted(str(name) for name in cast("dict", error.instance) if name not in known)[0]
-        guess = difflib.get_close_matches(unknown, known, n=1)
-        remedy = f'Did you mean "{guess[0]}"?' if guess else f"The keys are {', '.join(known)}."
-        return f"{f'{key}.' if key else ''}{unknown}: is no key. {remedy}"
-    if error.validator == "required":
-        return f"{f'{key}: ' if key else ''}{error.message}. See workflow/schemas/config.schema.yaml."
-    wanted = {
-        "type": f"must be {_words(schema.get('type'))}",
-        "enum": f"must be one of {', '.join('null' if value is None else str(value) for value in schema.get('enum', []))}",
-        "minimum": f"must be at least {schema.get('minimum')}",
-        "maximum": f"must be at most {schema.get('maximum')}",
-        "exclusiveMinimum": f"must be above {schema.get('exclusiveMinimum')}",
-        "minLength": "must not be empty",
-        "uniqueItems": "must not name the same twice",
-        "pattern": "is not of the form that is wanted",
-    }.get(str(error.validator), error.message)
-    hint = _number_meant(error)
-    return f"{key}: {error.instance!r} {wanted}. {hint}{' '.join(str(schema.get('description', '')).split())}"
-
-
-def _number_meant(error: jsonschema.ValidationError) -> str:
-    """What to write where YAML took for text what its writer meant as a number, such as 1e1."""
-    if error.validator != "type" or error.validator_value != "number":
-        return ""
+    _check_plain(raw)
     try:
-        return f"Write {float(cast('str', error.instance))!r}. "
-    except (TypeError, ValueError):
-        return ""
+        return _adapter().validate_json(json.dumps(raw))
+    except ValidationError as error:
+        errors = [([str(key) for key in _keys(one["loc"], raw)], one) for one in error.errors(include_url=False)]
+        first, _ = min(errors, key=lambda one: one[0])
+        # Of a value that may be one thing or another, the error furthest inside is the one that was meant.
+        _, inmost = max((one for one in errors if one[0][: len(first)] == first), key=lambda one: len(one[0]))
+        raise UserError(f"config.yaml: {_explain(inmost, raw)}") from None
 
 
-def _words(types: Any) -> str:
-    return " or ".join(types) if isinstance(types, list) else str(types)
+@functools.cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Config)
 
 
-def check_plain(value: Any, key: str = "") -> None:
-    """Raises UserError at the first value that JSON cannot say: NaN, infinity, a date, a set."""
+def _check_plain(value: Any, key: str = "") -> None:
+    """Raises UserError at the first value that JSON cannot express: NaN, infinity, a date, a set."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in children:
-        check_plain(child, f"{key}.{name}" if key else str(name))
+        _check_plain(child, f"{key}.{name}" if key else str(name))
     if not isinstance(value, dict | list):
         try:
             canonical_json(value)
         except (TypeError, ValueError):
             raise UserError(
-                f"config.yaml: {key}: {value!r} is no value that JSON knows. Write a number, a text or a list."
+                f"config.yaml: {key}: JSON has no such value as {value!r}. Write a number, a text or a list."
             ) from None
+
+
+def _keys(loc: Sequence[str | int], raw: Any) -> list[str | int]:
+    """The part of a pydantic location that names keys of the file; the rest names types of a union."""
+    keys: list[str | int] = []
+    for name in loc:
+        if isinstance(raw, Mapping):
+            known = {str(key): value for key, value in raw.items()}
+            if str(name) not in known:
+                if _is_type_name(name):
+                    continue
+                return [*keys, name]
+            keys, raw = [*keys, name], known[str(name)]
+        elif isinstance(raw, list) and isinstance(name, int):
+            keys, raw = [*keys, name], raw[name]
+        else:
+            return keys
+    return keys
+
+
+def _is_type_name(name: str | int) -> bool:
+    return not str(name).isidentifier() or name in ("str", "int", "float", "dict", "list", "tuple", "literal")
+
+
+def _explain(error: Mapping[str, Any], raw: Mapping[str, Any]) -> str:
+    """A pydantic error as a sentence with the key, the value, what it must be, and what the key means."""
+    keys = _keys(error["loc"], raw)
+    node, value = _node(keys), error["input"]
+    name = ".".join(map(str, keys))
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        known = list(_node(keys[:-1])["properties"])
+        guess = difflib.get_close_matches(str(keys[-1]), known, n=1)
+        return f"{name}: unknown key. " + (
+            f'Did you mean "{guess[0]}"?' if guess else f"The keys are {', '.join(known)}."
+        )
+    if error["type"] in ("missing", "missing_argument"):
+        return f"{name}: is missing. {_description(node)}"
+    kinds = [one["type"] for one in _alternatives(node) if "type" in one]
+    choices = [choice for one in _alternatives(node) for choice in one.get("enum", ())]
+    context = error.get("ctx", {})
+    wanted = {
+        "greater_than": f"must be above {context.get('gt', 0):g}",
+        "greater_than_equal": f"must be at least {context.get('ge', 0):g}",
+        "less_than_equal": f"must be at most {context.get('le', 0):g}",
+        "string_pattern_mismatch": "does not have the expected form",
+        "string_too_short": "must not be empty",
+        "too_short": "must not be empty",
+    }.get(error["type"])
+    if wanted is None and choices:
+        nothing = ["null"] if "null" in kinds else []
+        wanted = f"must be one of {', '.join([*map(str, choices), *nothing])}"
+    return (
+        f"{name}: {value!r} {wanted or f'must be {_either(kinds)}'}. {_number_meant(value, kinds)}{_description(node)}"
+    )
+
+
+def _either(kinds: Iterable[str]) -> str:
+    names = {"object": "a section of keys", "array": "a list", "string": "a text", "boolean": "true or false"}
+    return " or ".join(
+        names.get(kind, f"{'an' if kind == 'integer' else 'a'} {kind}") for kind in kinds if kind != "null"
+    )
+
+
+def _number_meant(value: Any, kinds: Sequence[str]) -> str:
+    """What to write where YAML reads a text and its writer meant a number, such as 1e1."""
+    if "number" not in kinds or not isinstance(value, str):
+        return ""
+    try:
+        return f"Write {float(value)!r}. "
+    except ValueError:
+        return ""
+
+
+def _description(node: Mapping[str, Any]) -> str:
+    return " ".join(str(node.get("description", "")).split())
+
+
+def _node(keys: Sequence[str | int]) -> Mapping[str, Any]:
+    """What the schema says of a key; of one inside a free mapping or a list, what it says of that."""
+    node = schema()
+    for key in keys:
+        inner = node.get("properties", {}).get(key)
+        if inner is None:
+            inner = next((part for one in _alternatives(node) for part in _members(one)), None)
+        if inner is None:
+            return node
+        node = {"description": node.get("description", ""), **inner}
+    return node
+
+
+def _alternatives(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return node.get("anyOf", [node])
+
+
+def _members(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The schemas of the members of a mapping or a list."""
+    yield from node.get("patternProperties", {}).values()
+    yield from (part for part in (node.get("additionalProperties"), node.get("items")) if isinstance(part, dict))
+
+
+@functools.cache
+def schema() -> dict[str, Any]:
+    """The JSON schema of config.yaml, with the description and default of each key."""
+    made = _adapter().json_schema()
+    definitions = made.pop("$defs")
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(one) for one in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            node = {**definitions[node["$ref"].rpartition("/")[2]], **node}
+        left = {key: inlined(value) for key, value in node.items() if key not in ("$ref", "title")}
+        return left | ({"description": " ".join(left["description"].split())} if "description" in left else {})
+
+    whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "config.yaml", **inlined(made)}
+    _fill_in_defaults(whole, as_json(Config(inputs=Inputs())))
+    return whole
+
+
+def _fill_in_defaults(node: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Adds the defaults that pydantic leaves out of a schema, because a factory makes them."""
+    for key, part in node["properties"].items():
+        if "properties" in part:
+            _fill_in_defaults(part, values[key])
+        elif "default" not in part:
+            part["default"] = values[key]
+
+
+def as_json(section: Section) -> dict[str, Any]:
+    """The keys of a section that are set, as JSON has them."""
+    values = {}
+    for one in fields(section):  # type: ignore[arg-type]
+        try:
+            value = object.__getattribute__(section, one.name)
+        except AttributeError:
+            continue
+        values[one.name] = as_json(value) if isinstance(value, Section) else _plain(value)
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def selected(config: Config, keys: Iterable[str]) -> dict[str, Any]:
+    """The part of the settings that these keys name, each a section (`golden`) or a key of one (`compare.limit`), as JSON.
+
+    Raises:
+        KeyError: if config.yaml has no such key.
+    """
+    everything, found = as_json(config), {}
+    for key in keys:
+        part, target = everything, found
+        *outer, last = key.split(".")
+        for name in outer:
+            part, target = part[name], target.setdefault(name, {})
+        target[last] = part[last]
+    return found
+
+
+def loaded(values: Mapping[str, Any]) -> Config:
+    """The settings of a job, from what `selected` gave. Reading a key that is not among them raises AttributeError."""
+    return _loaded(Config, values)
+
+
+def _loaded[T: Section](kind: type[T], values: Mapping[str, Any]) -> T:
+    made, inner = object.__new__(kind), SECTIONS.get(kind, {})
+    for name, value in values.items():
+        object.__setattr__(made, name, _loaded(inner[name], value) if name in inner else value)
+    return made
+
+
+def changed[T: Section](section: T, **values: Any) -> T:
+    """The section with other values for some keys, and all others as they are or not set."""
+    made = object.__new__(type(section))
+    for one in fields(section):  # type: ignore[arg-type]
+        if one.name in values:
+            object.__setattr__(made, one.name, values[one.name])
+        else:
+            try:
+                object.__setattr__(made, one.name, object.__getattribute__(section, one.name))
+            except AttributeError:
+                continue
+    return made

@@ -1,15 +1,15 @@
-"""Which device a port runs on."""
+"""Decides which device a port runs on."""
 
 from __future__ import annotations
 
 import os
 
 PLUGINS = ("libneuronxla", "libtpu", "torch_xla_cuda_plugin")
-"""Packages with which torch_xla may take another device than the CPU by itself."""
+"""Packages with which torch_xla may choose a device other than the CPU by default."""
 
 
 def is_cpu(device: str | None) -> bool:
-    """Whether `port.device` is known to be XLA:CPU, which processes may share with the one that forked them."""
+    """Whether `port.device` is known to be XLA:CPU, which forked processes may share with their parent."""
     if device != "auto":
         return device == "CPU"
     from importlib.util import find_spec

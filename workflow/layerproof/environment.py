@@ -1,4 +1,4 @@
-"""The software and hardware of this process, as the report tells them."""
+"""The software and hardware of this process, for the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import platform
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 PACKAGES = (
     "torch",
@@ -27,12 +26,12 @@ PACKAGES = (
     "neuronx-distributed",
     "neuronx-distributed-inference",
 )
-"""Packages whose version a job's record states."""
+"""Packages whose versions go into a job's record."""
 
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that numbers may depend on, of those that are installed."""
+    """Returns the versions of installed packages that may affect numerical results."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -42,14 +41,14 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def software(spec: Mapping[str, Any]) -> dict[str, str]:
-    """Versions by name, and the image's digest if the job runs in a container: `spec` is its settings."""
-    image = {"Container": spec["container"]} if "container" in spec else {}
+def software(versions: Mapping[str, str]) -> dict[str, str]:
+    """Returns versions by name, plus the image's digest if `versions` names the container of the job."""
+    image = {"Container": versions["container"]} if "container" in versions else {}
     return {**image, "Python": platform.python_version(), **package_versions()}
 
 
 def hardware() -> dict[str, str]:
-    """Processor, cores, memory and platform of the host."""
+    """Returns processor, cores, memory and platform of the host."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "Processor": _processor(),

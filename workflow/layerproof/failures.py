@@ -1,4 +1,4 @@
-"""How a job failed, in one line for the report: exceptions, exit codes, signals and what a log says last."""
+"""Describes in one line of the report how a job failed: exceptions, exit codes, signals and the end of its log."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from layerproof import known_errors
 from layerproof.errors import StageError, UserError
 
 LOG_END = 1 << 16
-"""Bytes at the end of a log in which a reason is looked for."""
+"""Bytes at the end of a log to search for a reason."""
 
 LONGEST_REASON = 500
-"""Characters of a foreign error's message that the report shows."""
+"""Characters of an external error's message that the report shows."""
 
 
 def died(code: int, process: str = "The process of the job") -> StageError:
-    """The error of what a process did that ended with this exit code, or minus this signal, with what its log tells."""
+    """Returns the error for a process that ended with this exit code, or minus this signal, explained from its log."""
     meaning = known_errors.explained(_log_so_far())
     last = f"Its log has what it printed last{f': {meaning}' if meaning else '.'}"
     return StageError(f"{how_it_ended(code, process)} {last}")
 
 
 def _log_so_far() -> str:
-    """What this process and those that it started printed last, if it goes into a file."""
+    """Returns the last output of this process and its children, if the output goes to a file."""
     try:
         with open("/proc/self/fd/2", "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_END))
@@ -38,7 +38,7 @@ def _log_so_far() -> str:
 
 
 def end_with(parent: int) -> None:
-    """Has this process killed when its parent dies: nobody would wait for what it writes."""
+    """Makes the kernel kill this process when its parent dies, because nobody would wait for its output."""
     PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -46,7 +46,7 @@ def end_with(parent: int) -> None:
 
 
 def how_it_ended(code: int, process: str = "The process of the job") -> str:
-    """A sentence on a process that ended before its job did; `code` is its exit code, or minus the signal."""
+    """Describes a process that ended before its job did; `code` is its exit code, or minus the signal."""
     if code >= 0:
         return f"{process} ended with exit code {code} before its output was written."
     cause = " (out of memory, or killed by hand)" if -code == signal.SIGKILL else ""
@@ -55,13 +55,13 @@ def how_it_ended(code: int, process: str = "The process of the job") -> str:
 
 
 def forget_peak_memory() -> None:
-    """Begins to measure anew, in a process that had other jobs before."""
+    """Resets the peak memory of a process that ran other jobs before."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory() -> int:
-    """Largest resident size of this process in bytes: since `_forget_peak_memory` where the kernel says that."""
+    """Returns the largest resident size of this process in bytes, since `forget_peak_memory` where possible."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -69,9 +69,10 @@ def peak_memory() -> int:
 
 
 def as_stage_error(exception: BaseException) -> StageError:
-    """The error as one line for the report; what is none of ours is named by its type and the line that raised it.
+    """Converts an exception to an error of one line for the report.
 
-    That line is the last one outside of this library and of installed packages, if there is any: the user's.
+    For an exception that is not ours, the message names its type and the line that raised it. That is the last line
+    outside this library and installed packages if there is one, because it is the user's.
     """
     if isinstance(exception, UserError):
         meaning = known_errors.explained(str(exception))

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: digests, and writing under a temporary name."""
+"""Digests of files, and atomic writes under a temporary name."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hex.
+    """Returns the SHA-256 of a file's content, in hex.
 
     Raises:
         OSError: if the file cannot be read.
@@ -21,29 +21,29 @@ def sha256(path: Path) -> str:
 
 
 def sha256_from_here(file: BufferedIOBase) -> str:
-    """SHA-256, in hex, of what follows in an open file."""
+    """Returns the SHA-256, in hex, of the rest of an open file."""
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256, in hex, of a JSON value in canonical form."""
+    """Returns the SHA-256, in hex, of a JSON value in canonical form."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def canonical_json(value: Any) -> str:
-    """JSON that is the same text for the same value: sorted keys, no spaces, no NaN.
+    """Formats a value as JSON that is the same text for equal values: sorted keys, no spaces, no NaN.
 
     Raises:
-        ValueError: if the value holds NaN or infinity.
+        ValueError: if the value contains NaN or infinity.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary name beside `path`; renamed to `path` when the block ends well, deleted when it does not.
+    """Yields a temporary path beside `path`; renames it to `path` if the block succeeds and deletes it if not.
 
-    A job killed in between leaves `path` as it was, and the next one writes over the temporary file.
+    If the job is killed in between, `path` stays as it was, and the next job overwrites the temporary file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -57,27 +57,27 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file as a whole or not at all."""
+    """Writes a text file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes indented JSON as a whole or not at all.
+    """Writes indented JSON atomically.
 
     Raises:
-        ValueError: if the value holds NaN or infinity, which JSON has no words for.
+        ValueError: if the value contains NaN or infinity, which JSON cannot represent.
     """
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file; a byte order mark, as some editors write it, is passed over."""
+    """Reads the value of a JSON file; skips a byte order mark, which some editors write."""
     return json.loads(path.read_text(encoding="utf-8-sig"))
 
 
 def size(count: float) -> str:
-    """A number of bytes in the decimal unit that leaves one to three digits before the point."""
+    """Formats bytes in the decimal unit that leaves one to three digits before the decimal point."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while count >= 999.5 and len(units) > 1:
         count, _ = count / 1000, units.pop(0)

@@ -1,6 +1,7 @@
-"""What errors of torch.distributed, torch_xla, NxD and Neuron's runtime mean that users of this field meet, and what to do.
+"""Explains common errors of torch.distributed, torch_xla, NxD and Neuron's runtime, and how to fix them.
 
-Their own words name a place in a library, not the cause. Each of them is matched here by what does not change with versions.
+The original messages name a place in a library, not the cause. The patterns here match only text that does not change
+between versions.
 """
 
 from __future__ import annotations
@@ -83,10 +84,13 @@ KNOWN = (
         f"tensor parallel degree is below 32. {SMALLER_SLICES_REMEDY}",
     ),
 )
-"""Patterns, and what is said where one of them is found."""
+"""Patterns, each with the explanation of the error it matches."""
 
 
 def explained(text: str) -> str | None:
-    """Cause and remedy of the last known error in a message or a log: what was before it was survived. None without one."""
+    """Returns cause and remedy of the last known error in a message or log, or None if it contains none.
+
+    The process survived the errors before the last one.
+    """
     found = [(match.start(), meaning) for pattern, meaning in KNOWN for match in re.finditer(pattern, text)]
     return max(found)[1] if found else None

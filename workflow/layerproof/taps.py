@@ -1,8 +1,9 @@
 """Taps: named tensors inside a stage, by their canonical names.
 
-A port hands a tensor over with `q = tap("attn.q_rot", q)`, which costs nothing unless a run collects taps, and goes on with
-what it returns: the same tensor, or in a *forced* run the golden's (teacher forcing), so that an error ends at the tap that
-made it. On a lazy device the collected tensors become extra outputs of the graph.
+A port hands a tensor over with `q = tap("attn.q_rot", q)`, which costs nothing unless a run collects taps. The port
+goes on with the returned tensor. It is the same tensor, or in a teacher-forced run the golden's tap, so that an error
+does not spread beyond the tap that introduced it. On a lazy device the collected tensors become extra outputs of the
+graph.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SHAPES = {
     "post_mlp_norm": "[batch, seq, hidden], where a model has a norm of its own after the MLP",
     OUT: "[batch, seq, hidden]; of lm_head [batch, seq, vocabulary]",
 }
-"""Canonical taps and their layout, in the order that data flows through a layer."""
+"""Canonical taps and their layouts, in the order of data flow through a layer."""
 
 FEEDS = {
     "input_norm": (),
@@ -70,18 +71,18 @@ FEEDS = {
     "post_mlp_norm": ("mlp.out",),
     OUT: ("post_mlp_norm", "mlp.out", "post_attn_norm", "attn.out"),
 }
-"""What feeds each tap directly, in a layer that has them all."""
+"""The taps that feed each tap directly, in a layer that has all of them."""
 
 
 SPLIT_BY_RANKS = (
     *("attn.q", "attn.k", "attn.v", "attn.q_norm", "attn.k_norm", "attn.q_rot", "attn.k_rot", "attn.context"),
     *("mlp.gate", "mlp.up"),
 )
-"""Taps that tensor parallelism splits, along the axis behind batch and seq. Of the others every rank has the whole."""
+"""Taps that tensor parallelism splits, along the dim after batch and seq. Every rank has the other taps in full."""
 
 
 def unseen_before(tap: str, seen: Collection[str]) -> set[str]:
-    """The taps where a mistake may have been made that shows at `tap` first: itself, and what feeds it unseen."""
+    """Returns the taps where a mistake that first shows at `tap` may be: `tap` itself, and unseen taps that feed it."""
     found = {tap}
     for name in FEEDS[tap]:
         if name not in seen:
@@ -91,18 +92,18 @@ def unseen_before(tap: str, seen: Collection[str]) -> set[str]:
 
 Seen = Mapping[str, "torch.Tensor"]
 Show = Callable[["torch.Tensor"], "torch.Tensor"]
-"""Makes of a tensor one of the same numbers in another layout."""
+"""Converts a tensor to another layout with the same numbers."""
 Edit = Callable[["torch.Tensor", Seen], "torch.Tensor"]
-"""Makes another tensor of a tap's, given also the taps before it."""
+"""Returns another tensor for a tap, given its tensor and the earlier taps."""
 
 
 class TapsDone(Exception):
-    """Ends a stage's forward once it has the taps that are asked for."""
+    """Ends a stage's forward once the requested taps are collected."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run does with its taps: a tap is edited, collected, and where it is forced, replaced for what follows."""
+    """The treatment of taps in a run: edit a tap, collect it and, if forced, replace it for the rest of the stage."""
 
     forced: Mapping[str, torch.Tensor]
     edits: Mapping[str, Edit]
@@ -128,12 +129,13 @@ _run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Hands `tensor` over under a canonical name if the run collects taps. Returns what to go on with.
+    """Hands `tensor` over under a canonical name if the run collects taps; returns the tensor to go on with.
 
-    That is `tensor` itself, or in a forced run the golden's tensor of this name and shape, in the dtype of `tensor`.
+    The result is `tensor` itself, or in a teacher-forced run the golden's tap of this name and shape, in the dtype of
+    `tensor`.
 
     Raises:
-        StageError: if the name is not canonical or it stands for no tensor.
+        StageError: if the name is not canonical or `tensor` is not a tensor.
     """
     if name not in SHAPES:
         raise StageError(f'tap "{name}": is not a canonical name. The names are {", ".join(SHAPES)}.')
@@ -146,9 +148,9 @@ def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tap_as(name: str, tensor: torch.Tensor, show: Show, back: Show) -> torch.Tensor:
-    """Taps a tensor that is in another layout, or wider: `show` makes the tap's of it, and `back` is the way back.
+    """Taps a tensor that is wider or has another layout: `show` converts it to the tap's layout, `back` from it.
 
-    One that is not replaced is returned itself: a compiler sees no difference.
+    A tensor that is not replaced is returned as it is, so the compiler sees no difference.
     """
     shown = show(tensor)
     after = tap(name, shown)
@@ -156,10 +158,10 @@ def tap_as(name: str, tensor: torch.Tensor, show: Show, back: Show) -> torch.Ten
 
 
 def check_canonical(names: Iterable[str], where: str) -> None:
-    """Whether these are names of taps.
+    """Checks that `names` are canonical taps.
 
     Raises:
-        StageError: at the first that is not; says where it stands.
+        StageError: for the first name that is not; the message says where it is.
     """
     for name in names:
         if name not in SHAPES:
@@ -170,9 +172,9 @@ def check_canonical(names: Iterable[str], where: str) -> None:
 def collecting(
     forced: Mapping[str, torch.Tensor] | None = None, edits: Mapping[str, Edit] | None = None, until: str = OUT
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Collects the taps of what runs inside the block: with `edits` made, and before `forced` values take their place.
+    """Collects the taps inside the block, after `edits` and before `forced` values replace them.
 
-    Another tap than `out` as `until` ends the run with TapsDone once it is collected.
+    If `until` is a tap other than `out`, collecting it ends the run with TapsDone.
     """
     run = _Run(forced or {}, edits or {}, until)
     token = _run.set(run)
@@ -184,7 +186,7 @@ def collecting(
 
 @contextlib.contextmanager
 def leaving_out(names: Container[str]) -> Iterator[None]:
-    """What runs inside the block does not hand these taps over."""
+    """Stops code inside the block from handing these taps over."""
     run = _run.get()
     token = _run.set(run and replace(run, left_out=names))
     try:
@@ -194,13 +196,13 @@ def leaving_out(names: Container[str]) -> Iterator[None]:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Tap names in the order that data flows."""
+    """Sorts tap names in the order of data flow."""
     order = list(SHAPES)
     return sorted(names, key=order.index)
 
 
 def dense_weights(choice: torch.Tensor, weights: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Routing weights [..., top_k] laid out by expert, [..., experts], so that the order of the choice does not matter."""
+    """Arranges routing weights [..., top_k] by expert, [..., experts], so that the order of choice does not matter."""
     import torch
 
     dense = torch.zeros(*choice.shape[:-1], num_experts, dtype=weights.dtype, device=weights.device)

@@ -1,7 +1,7 @@
 """MiniMax-M2 for XLA devices (CPU, Neuron, TPU): static shapes, no data-dependent control flow.
 
-An example of what a port looks like; see docs/ports.md for the interface. Written from the model's description, not from
-transformers' code, so that the two can be held against each other.
+An example of a port; see docs/ports.md for the interface. It follows the model's description, not transformers' code,
+so that comparing the two means something.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,9 +26,13 @@ TAPS = {
 }
 
 FP8_BLOCK = 128
-"""Rows and columns of a block that has one scale, of which the last of a side may be smaller."""
+"""Rows and columns of a block with one scale. The last block of a side may be smaller."""
 EXPERTS_AT_ONCE = 8
-"""A compiler may widen the weights that it multiplies, as XLA does for the CPU; so not those of all experts at once."""
+"""How many experts are multiplied at once.
+
+A compiler may widen the weights that it multiplies, as XLA does for the CPU, so these must not be the weights of all
+experts.
+"""
 
 
 class RMSNorm(nn.Module):
@@ -46,7 +50,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_settings(config: dict) -> tuple[int, float]:
-    """Rotated size of a head and theta, from the released config.json or from one that transformers 5 wrote."""
+    """Rotated size of a head and theta, from the released config.json or one that transformers 5 wrote."""
     rope = config.get("rope_parameters") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
     if "partial_rotary_factor" in rope:
@@ -110,9 +114,9 @@ class Attention(nn.Module):
 
 
 class MoE(nn.Module):
-    """Sigmoid router and experts in a dense static form: all experts see all tokens, unchosen ones are weighted by zero.
+    """Sigmoid router and experts in a dense static form: all experts see all tokens, and unchosen ones get weight zero.
 
-    The correction bias decides which experts are chosen and has no part in their weights.
+    The correction bias decides which experts are chosen, but does not enter their weights.
     """
 
     def __init__(self, config: dict, dtype: torch.dtype) -> None:
@@ -138,7 +142,7 @@ class MoE(nn.Module):
         return total.to(x.dtype)
 
     def route(self, x: torch.Tensor) -> torch.Tensor:
-        """Weight of every expert for every token, [batch, seq, experts] in fp32, zero where it is not chosen."""
+        """Weight of every expert for every token, [batch, seq, experts] in fp32, zero for unchosen experts."""
         logits = tap("router.logits", F.linear(x.to(self.router.dtype), self.router))
         scores = tap("router.scores", logits.float().sigmoid())
         selection = tap("router.selection", scores + self.router_bias)
@@ -150,7 +154,7 @@ class MoE(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and experts, each behind a norm and beside a residual."""
+    """One decoder layer: attention and experts, each with a norm before it and a residual around it."""
 
     def __init__(self, config: dict, dtype: torch.dtype) -> None:
         super().__init__()
@@ -176,7 +180,7 @@ class Embedding(nn.Module):
 
 
 class FinalNorm(RMSNorm):
-    """The norm behind the last layer."""
+    """The norm after the last layer."""
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
@@ -220,7 +224,7 @@ EXPERT_NAMES = {"moe.gate": "w1", "moe.up": "w3", "moe.down": "w2"}
 
 
 def convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The released tensors of a stage as its module's state; experts are stacked, the router's bias stays fp32."""
+    """The released tensors of a stage as its module's state dict; experts are stacked, the router's bias stays fp32."""
     if stage.layer is None:
         (weight,) = weights.values()
         yield "weight", weight.to(stage.dtype)
@@ -229,7 +233,8 @@ def convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple
     moe = prefix + "block_sparse_moe."
     for source, name in LAYER_NAMES.items():
         yield name, dequantized(weights, prefix + source, stage.dtype)
-    # The release has its router in fp32. Transformers casts it, but makes it no narrower where it dequantises a checkpoint.
+    # The released router is in fp32. transformers casts it, but not to a narrower dtype when it dequantises a
+    # checkpoint.
     router, is_quantized = weights[moe + "gate.weight"], bool(stage.config.get("quantization_config"))
     yield "moe.router", router.to(torch.promote_types(router.dtype, stage.dtype) if is_quantized else stage.dtype)
     yield "moe.router_bias", weights[moe + "e_score_correction_bias"].float()
@@ -242,7 +247,7 @@ def convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple
 
 
 def stack(matrices: Iterator[torch.Tensor], number: int) -> torch.Tensor:
-    """Matrices as one tensor; each is put in its place when it is read, so that none is in memory twice."""
+    """Matrices as one tensor. Each is copied into place as it is read, so none is in memory twice."""
     stacked = torch.empty(0)
     for index, matrix in enumerate(matrices):
         stacked = matrix.new_empty(number, *matrix.shape) if index == 0 else stacked
@@ -251,7 +256,7 @@ def stack(matrices: Iterator[torch.Tensor], number: int) -> torch.Tensor:
 
 
 def dequantized(weights: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A released tensor in `dtype`: FP8 values times the scale of their block, if there are scales."""
+    """A released tensor in `dtype`: FP8 values times the scale of their block, if it has scales."""
     weight = weights[name]
     if f"{name}_scale_inv" not in weights:
         return weight.to(dtype)

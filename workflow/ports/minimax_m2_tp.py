@@ -1,7 +1,7 @@
-"""MiniMax-M2 over ranks (`parallel.tp`): each has a part of the heads and of the inner features of every expert.
+"""MiniMax-M2 over ranks (`parallel.tp`): each rank has a part of the heads and of the inner features of every expert.
 
-As many ports are, this one is the port for one rank (minimax_m2.py) with smaller sizes, and what ranks have to do together:
-sum what attention and experts give, and norm q and k over what all of them have.
+Like many ports, it is the port for one rank (minimax_m2.py) with smaller sizes, plus what ranks do together: they sum
+the outputs of attention and experts, and norm q and k over the whole projection.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from layerproof.errors import StageError
 from layerproof.port.contract import Stage
 
 SPLIT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-SPLIT_AXES = {
+SPLIT_DIMS = {
     **dict.fromkeys((f"attention.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")), 0),
     "attention.o_proj.weight": 1,
     "moe.gate": 1,
@@ -33,7 +33,7 @@ def summed(part: torch.Tensor) -> torch.Tensor:
 
 
 class NormOfAll(minimax_m2.RMSNorm):
-    """RMSNorm over a projection of which each rank has an equal part."""
+    """RMSNorm over a projection that is split evenly over the ranks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -54,7 +54,7 @@ class MoE(minimax_m2.MoE):
 
 
 def build(stage: Stage) -> nn.Module:
-    """A rank's module of a stage, on the meta device; other stages than layers are whole on every rank."""
+    """A rank's module of a stage, on the meta device. Stages other than layers are whole on every rank."""
     if stage.layer is None:
         return minimax_m2.build(stage)
     ranks, config = dist.get_world_size(), dict(stage.config)
@@ -73,8 +73,8 @@ def build(stage: Stage) -> nn.Module:
 
 
 def convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A rank's part of the tensors of a stage."""
+    """A rank's part of a stage's tensors."""
     for name, tensor in minimax_m2.convert(stage, weights):
-        if name in SPLIT_AXES:
-            tensor = tensor.chunk(dist.get_world_size(), SPLIT_AXES[name])[dist.get_rank()].clone()
+        if name in SPLIT_DIMS:
+            tensor = tensor.chunk(dist.get_world_size(), SPLIT_DIMS[name])[dist.get_rank()].clone()
         yield name, tensor

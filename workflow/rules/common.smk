@@ -1,28 +1,33 @@
-# config.yaml -> CONFIG (checked), the stages, and what every job's parameters are made of.
+# config.yaml -> CONFIG (checked and typed), the stages, and what rules are made of: job(), layerproof(), previous_golden().
 
+import functools
+import itertools
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-sys.path.insert(0, os.path.join(workflow.basedir, "workflow"))
+RULES = Path(str(workflow.current_basedir)).resolve()
+# In a clone the library lies beside the rules; of the installed package the rules are a part.
+LIBRARY = str(RULES.parent if (RULES.parent / "layerproof").is_dir() else RULES.parents[3])
+if LIBRARY not in sys.path:
+    sys.path.insert(0, LIBRARY)
 
-from layerproof.config import read
+from layerproof.config import as_json, read, selected
 from layerproof.environment import package_versions
 from layerproof.errors import UserError
-from layerproof.files import canonical_json
-from layerproof.model import captured, stages
+from layerproof.host import containers
+from layerproof.model import captured, checkpoint, stages
 from layerproof.model.resolve import resolve
-
-if workflow.storage_settings.default_storage_provider:
-    # Of an output that a job may leave as it is, Snakemake 9.27 makes a copy first, on the local disk alone.
-    sys.exit(
-        "error: --default-storage-provider: results/ has to be local. Leave it out; for hosts that share no file system there is "
-        "golden.storage (docs/clusters.md)."
-    )
+from layerproof.paths import WORKFLOW
+from layerproof.rerun.job import RECORDS, Job
+from layerproof.rerun.planner import Planner
 
 
 def or_exit(function, *arguments):
-    """What a function of the library returns. If it is a user's error, its line is all that is printed."""
+    """What a function of the library returns. If it raises a user's error, its line is all that is printed."""
     try:
         return function(*arguments)
     except UserError as error:
@@ -30,84 +35,177 @@ def or_exit(function, *arguments):
 
 
 for config_file in [*workflow.configfiles, "config.yaml"]:
-    if os.path.exists(config_file):  # Snakemake says it if none is there, but not what is wrong in one
+    if os.path.exists(config_file):  # Snakemake reports a missing one, but not what is wrong in one that exists
         or_exit(read, Path(config_file))
 
 
 configfile: "config.yaml"
 
 
-CONFIG = or_exit(resolve, config)
-SETTINGS = CONFIG.resolved
-CHECKPOINT = CONFIG.checkpoint
-STAGES = CONFIG.stages
-ALL_STAGES = stages.all_stages(CONFIG.num_layers)
-CHAINS = CONFIG.chains
+RUN = or_exit(resolve, config)
+CONFIG = RUN.settings
+STAGES = RUN.stages
+ALL_STAGES = stages.all_stages(RUN.num_layers)
+CHAINS = RUN.chains
 GOLDEN = ALL_STAGES[: max(map(ALL_STAGES.index, STAGES)) + 1]
-BISECTED = stages.first_run(STAGES, CONFIG.num_layers)
-PACKAGES = package_versions()
-TAKES_GOLDEN = SETTINGS["golden"]["mode"] == "stored"
-GOLDEN_RULE = {"stored": "take_golden", "whole": "golden_whole"}.get(SETTINGS["golden"]["mode"], "golden_stage")
-STORES_GOLDEN = SETTINGS["golden"]["storage"] and not TAKES_GOLDEN
-
-
-def block_rule(rule_name, stage):
-    """What runs a stage together with others (blocks.smk); None if it has a job of its own."""
-    size = SETTINGS["stages_per_job"]
-    names = GOLDEN if rule_name == "golden_stage" else STAGES
-    if size == 1 or not rule_name.endswith("_stage") or stage not in names:
-        return None
-    return f"{rule_name}s_{names[names.index(stage) // size * size]}"
-
-
-# Each chain, and each block of stages, has a rule of its own; a profile speaks of them as `chain`, and as the rule of one stage.
-for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_settings.overwrite_groups):
-    for rule_name in list(of_rules):
-        chains = {f"chain_{name}" for name in CHAINS if rule_name == "chain" and name != captured.CHAIN}
-        blocks = {block_rule(rule_name, stage) for stage in ALL_STAGES} - {None}
-        of_rules.update({name: of_rules.get(name, of_rules[rule_name]) for name in chains | blocks})
+IMPORTS_GOLDEN = CONFIG.golden.mode == "stored"
+EXPORTS_GOLDEN = CONFIG.golden.storage and not IMPORTS_GOLDEN
+CONTAINERS = {"golden": CONFIG.containers.golden, "port": CONFIG.containers.port, "cpu": CONFIG.containers.cpu}
+TEMPLATE = os.path.join(LIBRARY, "layerproof/report/templates/report.html.j2")
+if Path(TEMPLATE).is_relative_to(Path.cwd()):
+    TEMPLATE = str(Path(TEMPLATE).relative_to(Path.cwd()))  # records then say the same in every clone
+EVERYTHING = [*as_json(CONFIG)]
+"""Every section of config.yaml."""
 
 
 wildcard_constraints:
     stage="|".join(ALL_STAGES),
+    chain="|".join(CHAINS) or "none",
     run=r"[A-Za-z0-9._-]+",
 
 
-def spec(side, /, *packages, **settings):
-    """Canonical JSON of what a job's output depends on besides its files: Snakemake reruns the job when it changes.
+shell.executable("bash")
+shell.prefix(
+    # USE_TORCH_XLA: accelerate would start the XLA runtime in golden jobs, which have no use for it.
+    f"set -euo pipefail; export PYTHONPATH={shlex.quote(LIBRARY)}${{{{PYTHONPATH:+:$PYTHONPATH}}}} USE_TORCH_XLA=0; "
+)
 
-    In containers that is the image of the job's side, and the packages in it with it.
-    """
+
+def layerproof(verb, outputs, inputs=""):
+    """The command of a rule: what it writes, and what it reads, by their names in the rule."""
+    files = [f"{{output.{name}:q}}" for name in outputs.split()]
+    flags = [f"--{name} {{input.{name}:q}}" for name in inputs.split()]
+    return " ".join(["python -m layerproof", verb, *files, *flags, "--job {input.job:q} --log {log:q}"])
+
+
+PLANNER = Planner(
+    RECORDS,
+    Path(".layerproof/jobs"),
+    Path(".layerproof/seen"),
+    lambda name: needs_taps(Path(name).name),
+)
+DESCRIBED = {}
+"""By the name of a job, with {stage} or {chain} in it, how its rule describes it."""
+
+
+def versions(side, packages):
+    """What the numbers of a job depend on besides our code: packages, or in containers the image with the packages in it."""
     if IN_CONTAINERS:
-        return canonical_json({**settings, "container": image_digest(CONTAINERS[side])})
-    versions = {name: PACKAGES[name] for name in packages if name in PACKAGES}
-    return canonical_json({**settings, "packages": versions})
+        return {"container": image_digest(CONTAINERS[side])}
+    installed = package_versions()
+    return {name: installed[name] for name in packages if name in installed}
 
 
-def previous_golden(stage, folder="golden"):
-    """The golden file that feeds a stage, in a list; nothing feeds embed."""
-    previous = stages.previous_stage(stage, CONFIG.num_layers)
-    return [f"results/{folder}/{previous}.h5"] if previous else []
+def job(name, side, settings=(), packages=(), **arguments):
+    """The job file among the inputs of a rule. It names settings, as keys of config.yaml, and packages that the output depends on.
 
+    An argument that is a function is called with the job's wildcards.
+    """
 
-def chain_files(pattern, chain):
-    return expand(pattern, chain=chain, stage=CHAINS[chain])
-
-
-def in_storage(name):
-    return storage(f"{SETTINGS['golden']['storage']}/{name}.zip")
-
-
-def all_that_is_stored(wildcards):
-    if TAKES_GOLDEN:
-        sys.exit(
-            "error: config.yaml: golden.mode: stored takes the golden. Run snakemake store_golden where it is made."
+    def described(wildcards):
+        given = {key: value(wildcards) if callable(value) else value for key, value in arguments.items()}
+        return Job(
+            name.format(**vars(wildcards)), selected(CONFIG, settings), given, versions(side, packages), "", "", ""
         )
-    if not STORES_GOLDEN:
-        sys.exit("error: config.yaml: golden.storage: store_golden puts the golden there. Name s3://BUCKET/FOLDER.")
-    return [in_storage(name) for name in ("preflight", *GOLDEN)]
+
+    def file(wildcards):
+        return job_file(name, described(SimpleNamespace(**dict(wildcards.items()))))
+
+    DESCRIBED[name] = described
+    file.job = name
+    return file
+
+
+def jobs(name, stages, side, settings=(), packages=(), **arguments):
+    """The job files, one for each stage, of a rule that runs several stages."""
+    one = job(name, side, settings, packages, **arguments)
+
+    def files(wildcards):
+        return [
+            job_file(name, DESCRIBED[name](SimpleNamespace(**dict(wildcards.items()), stage=stage))) for stage in stages
+        ]
+
+    files.job = name
+    return files
+
+
+def job_file(name, described):
+    if not workflow.is_main_process:  # in a job, which Snakemake has read the Snakefile again
+        return str(PLANNER.path(described.name))
+    arguments = described.settings, described.arguments, described.versions
+    return PLANNER.job_file(described.name, *arguments, rerun_requested(name, described.name))
+
+
+def previous_golden(wildcards, folder="golden"):
+    """The golden files that feed a stage; nothing feeds embed."""
+    return [f"results/{folder}/{stage}.h5" for stage in fed_by(wildcards)]
+
+
+def fed_by(wildcards):
+    """The stages whose golden outputs feed a stage."""
+    previous = stages.previous_stage(wildcards.stage, RUN.num_layers)
+    return [previous] if previous else []
+
+
+def of_chain(pattern):
+    """The files of a chain's stages."""
+    return lambda wildcards: expand(pattern, chain=wildcards.chain, stage=CHAINS[wildcards.chain])
 
 
 def asked_for(target):
-    """A target that no other needs, in a list if it is there or asked for in this call: from then on it is kept up to date."""
+    """A target that no other needs, in a list if it exists or is asked for in this call: from then on it is kept up to date."""
     return [target] if exists(target) or target in map(str, workflow.dag_settings.targets) else []
+
+
+def sizes_and_times(files):
+    """By these a job that reads hundreds of gigabytes knows whether to read them again."""
+    return [[Path(name).name, os.path.getsize(name), os.stat(name).st_mtime_ns] for name in files]
+
+
+def with_taps(wildcards):
+    """Whether the golden of a stage has taps and noise: if it is compared, or has them from a run with more `layers`."""
+    return wildcards.stage in STAGES or PLANNER.has_run_with(golden_job(wildcards.stage, with_taps=True))
+
+
+def golden_job(stage, with_taps):
+    """The job of a stage's golden, with taps or without."""
+    side, settings, packages = (
+        ("cpu", IMPORTED_SETTINGS, ()) if IMPORTS_GOLDEN else ("golden", GOLDEN_SETTINGS, GOLDEN_PACKAGES)
+    )
+    given = {"with_taps": with_taps}
+    return Job(f"golden/{stage}", selected(CONFIG, settings), given, versions(side, packages), "", "", "")
+
+
+def in_storage(name):
+    return storage(f"{CONFIG.golden.storage}/{name}.zip")
+
+
+def all_that_is_exported(wildcards):
+    if IMPORTS_GOLDEN:
+        sys.exit(
+            "error: config.yaml: golden.mode: stored imports the golden. Run snakemake export_golden where it is made."
+        )
+    if not EXPORTS_GOLDEN:
+        sys.exit("error: config.yaml: golden.storage: export_golden puts the golden there. Name s3://BUCKET/FOLDER.")
+    return [in_storage(name) for name in ("preflight", *GOLDEN)]
+
+
+def related_stages(wildcards):
+    """The stages whose weights a port may have loaded in this one's place."""
+    return stages.related_stages(wildcards.stage, RUN.num_layers)
+
+
+def needs_taps(stage):
+    """Whether the taps of a stage are needed where they were dropped: all are kept now, or its comparison has to run."""
+    if stage not in STAGES or CONFIG.compare.taps == "all":
+        return stage in STAGES
+    before = GOLDEN[: GOLDEN.index(stage) + 1]
+    return any(will_run("golden", name) for name in before) or will_run("port", stage) or will_run("compare", stage)
+
+
+@functools.cache
+def will_run(folder, stage):
+    """Whether the golden, port or comparison of a stage has to run, for all that is known before any job ran."""
+    name = f"{folder}/{{stage}}"
+    described = DESCRIBED[name](SimpleNamespace(stage=stage))
+    return rerun_requested(name, described.name) or PLANNER.is_stale(described)

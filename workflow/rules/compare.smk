@@ -1,17 +1,16 @@
 # results/golden/STAGE.h5, results/noise/STAGE.h5, results/port/STAGE.h5 -> results/compare/STAGE.json
 # results/golden/, results/chain/A-B/ -> results/compare/chain/A-B.json
-
-from layerproof.model import captured
+# results/golden/, results/noise/, chains -> results/bisect.json
 
 
 rule compare_stage:
-    """Every tap of a stage: metrics and status."""
+    """Compare every tap of one stage with the golden."""
     input:
         golden=GOLDEN_FILES.tensors,
         noise=GOLDEN_FILES.noise,
         port=rules.port_stage.output.tensors,
         tokens=rules.tokens.output.tokens,
-        stamp=lambda wildcards: stamp_file(f"results/compare/{wildcards.stage}.json", compare_stage_spec(wildcards)),
+        job=job("compare/{stage}", "cpu", settings=["compare.limit"], packages=["numpy", "numba", "h5py"]),
     output:
         comparison=update("results/compare/{stage}.json"),
         record=update("results/records/compare/{stage}.json"),
@@ -21,27 +20,24 @@ rule compare_stage:
         "results/benchmarks/compare/{stage}.tsv"
     container:
         CONTAINERS["cpu"]
-    params:
-        spec=compare_stage_spec,
-        stamp=lambda wildcards: stamp("compare_stage", f"results/compare/{wildcards.stage}.json"),
     shell:
-        "python -m layerproof compare {output.comparison:q} --golden {input.golden:q}"
-        " --noise {input.noise:q} --port {input.port:q} --tokens {input.tokens:q}"
-        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+        layerproof("compare", "comparison", "golden noise port tokens")
 
 
 rule compare_chain:
     """A chain against the golden's trajectory: propagated error and gain of each stage."""
     input:
-        golden=lambda wildcards: expand(GOLDEN_FILES.tensors, stage=CHAINS[wildcards.chain]),
-        port=lambda wildcards: chain_files("results/chain/{chain}/{stage}.h5", wildcards.chain),
-        comparisons=lambda wildcards: expand(rules.compare_stage.output.comparison, stage=CHAINS[wildcards.chain]),
-        noise=lambda wildcards: expand(
-            GOLDEN_FILES.noise, stage=CHAINS[wildcards.chain] if wildcards.chain == captured.CHAIN else []
-        ),
+        golden=of_chain(GOLDEN_FILES.tensors),
+        port=of_chain("results/chain/{chain}/{stage}.h5"),
+        comparisons=of_chain(rules.compare_stage.output.comparison),
+        noise=lambda wildcards: of_chain(GOLDEN_FILES.noise)(wildcards) if wildcards.chain == captured.CHAIN else [],
         tokens=rules.tokens.output.tokens,
-        stamp=lambda wildcards: stamp_file(
-            f"results/compare/chain/{wildcards.chain}.json", compare_chain_spec(wildcards)
+        job=job(
+            "compare/chain/{chain}",
+            "cpu",
+            packages=["numpy", "numba", "h5py"],
+            chain=lambda wildcards: wildcards.chain,
+            stages=lambda wildcards: list(CHAINS[wildcards.chain]),
         ),
     output:
         comparison=update("results/compare/chain/{chain}.json"),
@@ -50,14 +46,44 @@ rule compare_chain:
         "results/logs/compare/chain/{chain}.log",
     benchmark:
         "results/benchmarks/compare/chain/{chain}.tsv"
-    wildcard_constraints:
-        chain="|".join(CHAINS) or "none",
     container:
         CONTAINERS["cpu"]
-    params:
-        spec=compare_chain_spec,
-        stamp=lambda wildcards: stamp("compare_chain", f"results/compare/chain/{wildcards.chain}.json"),
     shell:
-        "python -m layerproof compare-chain {output.comparison:q} --golden {input.golden:q}"
-        " --port {input.port:q} --comparisons {input.comparisons:q} --noise {input.noise:q} --tokens {input.tokens:q}"
-        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+        layerproof("compare-chain", "comparison", "golden port comparisons noise tokens")
+
+
+BISECTED = stages.first_run(STAGES, RUN.num_layers)
+
+
+rule bisect:
+    """The first stage at which the port goes wrong on its own outputs, by chains alone; not part of the report."""
+    input:
+        golden=expand(GOLDEN_FILES.tensors, stage=BISECTED),
+        noise=expand(GOLDEN_FILES.noise, stage=BISECTED),
+        weights=expand("results/weights/{stage}.json", stage=BISECTED),
+        tokens=rules.tokens.output.tokens,
+        config=CONFIG_JSON,
+        previous=previous_golden(SimpleNamespace(stage=BISECTED[0])),
+        job=job(
+            "bisect",
+            "port",
+            PORT_SETTINGS,
+            PORT_PACKAGES,
+            stages=list(BISECTED),
+            left_out=[stage for stage in STAGES if stage not in BISECTED],
+        ),
+    output:
+        bisection=update("results/bisect.json"),
+        record=update("results/records/bisect.json"),
+    log:
+        "results/logs/bisect.log",
+    benchmark:
+        "results/benchmarks/bisect.tsv"
+    container:
+        CONTAINERS["port"]
+    resources:
+        neuron=1,
+        mem_mb=memory_of("port", lambda wildcards: BISECTED, at_once=True),
+        runtime=time_of("port", lambda wildcards: BISECTED * (1 + len(BISECTED).bit_length()), start=port_starts(60)),
+    shell:
+        layerproof("bisect", "bisection", "golden noise weights tokens config previous")

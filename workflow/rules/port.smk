@@ -1,8 +1,28 @@
 # results/weights/STAGE.json, results/tokens.json, results/golden/PREVIOUS.h5 -> results/port/STAGE.h5
 # the same for the first stage of a chain -> results/chain/A-B/STAGE.h5
-# tensors captured of a whole compiled model -> results/chain/captured/STAGE.h5
+# tensors captured from a whole compiled model -> results/chain/captured/STAGE.h5
 
-from layerproof.model import captured
+PORT_SETTINGS = [
+    "model",
+    *(f"port.{key}" for key in ("backend", "module", "device", "dtype", "options", "nxdi")),
+    "parallel",
+]
+"""Of a job that runs the port as it is."""
+SHIPPED_SETTINGS = [
+    *PORT_SETTINGS,
+    "port.compile",
+    *(["port.compiler_flags"] if CONFIG.port.compile == "neuron" else []),
+]
+"""Of a job that runs the port as it is shipped: compiled, if that is asked for."""
+PORT_PACKAGES = [
+    "torch",
+    "torch-xla",
+    "torch-neuronx",
+    "neuronx-cc",
+    "libneuronxla",
+    *(["transformers"] if CONFIG.port.backend == "transformers" else []),
+    *(["neuronx-distributed", "neuronx-distributed-inference"] if CONFIG.port.backend == "nxdi" else []),
+]
 
 
 rule port_stage:
@@ -11,9 +31,9 @@ rule port_stage:
         weights="results/weights/{stage}.json",
         tokens=rules.tokens.output.tokens,
         config=CONFIG_JSON,
-        previous=lambda wildcards: previous_golden(wildcards.stage),
+        previous=previous_golden,
         preflight="results/preflight/port.json",
-        stamp=lambda wildcards: stamp_file(f"results/port/{wildcards.stage}.h5", port_stage_spec(wildcards)),
+        job=job("port/{stage}", "port", SHIPPED_SETTINGS, PORT_PACKAGES, fed_by=fed_by),
     output:
         tensors=update("results/port/{stage}.h5"),
         record=update("results/records/port/{stage}.json"),
@@ -27,13 +47,8 @@ rule port_stage:
         neuron=1,
         mem_mb=memory_of("port", own_stage),
         runtime=time_of("port", own_stage, start=port_starts(10)),
-    params:
-        spec=port_stage_spec,
-        stamp=lambda wildcards: stamp("port_stage", f"results/port/{wildcards.stage}.h5"),
     shell:
-        "python -m layerproof port {output.tensors:q} --weights {input.weights:q}"
-        " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
-        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+        layerproof("port", "tensors", "weights tokens config previous")
 
 
 # One rule for each chain, because Snakemake cannot tell a rule's set of outputs from a wildcard. (A variable named chain
@@ -47,14 +62,16 @@ for chain_name in filter(lambda name: name != captured.CHAIN, CHAINS):
             weights=expand("results/weights/{stage}.json", stage=CHAINS[chain_name]),
             tokens=rules.tokens.output.tokens,
             config=CONFIG_JSON,
-            previous=previous_golden(CHAINS[chain_name][0]),
+            previous=previous_golden(SimpleNamespace(stage=CHAINS[chain_name][0])),
             preflight="results/preflight/port.json",
-            stamps=lambda wildcards, chain_name=chain_name: chain_stamp_files(chain_name),
+            job=jobs(f"chain/{chain_name}/{{stage}}", CHAINS[chain_name], "port", SHIPPED_SETTINGS, PORT_PACKAGES),
         output:
-            tensors=update(chain_files("results/chain/{chain}/{stage}.h5", chain_name)),
-            records=update(chain_files("results/records/chain/{chain}/{stage}.json", chain_name)),
+            tensors=update(expand("results/chain/{chain}/{stage}.h5", chain=chain_name, stage=CHAINS[chain_name])),
+            records=update(
+                expand("results/records/chain/{chain}/{stage}.json", chain=chain_name, stage=CHAINS[chain_name])
+            ),
         log:
-            f"results/logs/chain/{chain_name}.log",
+            expand("results/logs/chain/{chain}/{stage}.log", chain=chain_name, stage=CHAINS[chain_name]),
         benchmark:
             f"results/benchmarks/chain/{chain_name}.tsv"
         container:
@@ -63,13 +80,8 @@ for chain_name in filter(lambda name: name != captured.CHAIN, CHAINS):
             neuron=1,
             mem_mb=memory_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name]),
             runtime=time_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name], start=port_starts(30)),
-        params:
-            spec=lambda wildcards, chain_name=chain_name: chain_spec(chain_name),
-            stamps=lambda wildcards, chain_name=chain_name: chain_stamps(chain_name),
         shell:
-            "python -m layerproof port {output.tensors:q} --weights {input.weights:q}"
-            " --tokens {input.tokens:q} --config {input.config:q} --previous {input.previous:q}"
-            " --spec {params.spec:q} --stamp {params.stamps} --record {output.records:q} > {log:q} 2>&1"
+            layerproof("chain", "tensors", "weights tokens config previous")
 
 
 if captured.CHAIN in CHAINS:
@@ -77,21 +89,17 @@ if captured.CHAIN in CHAINS:
     rule chain_captured:
         """What NxD Inference captured of the whole compiled model, as the outputs of stages."""
         input:
-            captured=[str(path) for path in CONFIG.captured.values()],
+            captured=[str(path) for path in RUN.captured.values()],
             tokens=rules.tokens.output.tokens,
-            stamps=lambda wildcards: chain_stamp_files(captured.CHAIN),
+            job=jobs("chain/captured/{stage}", CHAINS[captured.CHAIN], "port", packages=["torch", "h5py"]),
         output:
-            tensors=update(chain_files("results/chain/{chain}/{stage}.h5", captured.CHAIN)),
-            records=update(chain_files("results/records/chain/{chain}/{stage}.json", captured.CHAIN)),
+            tensors=update(expand("results/chain/captured/{stage}.h5", stage=CHAINS[captured.CHAIN])),
+            records=update(expand("results/records/chain/captured/{stage}.json", stage=CHAINS[captured.CHAIN])),
         log:
-            f"results/logs/chain/{captured.CHAIN}.log",
+            expand("results/logs/chain/captured/{stage}.log", stage=CHAINS[captured.CHAIN]),
         benchmark:
-            f"results/benchmarks/chain/{captured.CHAIN}.tsv"
+            "results/benchmarks/chain/captured.tsv"
         container:
             CONTAINERS["port"]
-        params:
-            spec=lambda wildcards: chain_spec(captured.CHAIN),
-            stamps=lambda wildcards: chain_stamps(captured.CHAIN),
         shell:
-            "python -m layerproof captured {output.tensors:q} --captured {input.captured:q} --tokens {input.tokens:q}"
-            " --spec {params.spec:q} --stamp {params.stamps} --record {output.records:q} > {log:q} 2>&1"
+            layerproof("captured", "tensors", "captured tokens")

@@ -1,11 +1,79 @@
+# results/weights/, results/golden/, results/port/, results/prediction.json -> results/audit.json
+# all comparisons and diagnoses -> results/verdicts.json
 # results/compare/ -> results/plots/ -> results/report.html -> results/manifest.json -> results/archive/RUN.zip
+# with compare.taps auto: results/diagnosis/STAGE.json -> results/trimmed/STAGE.json; the files of a stage that passes shrink
+
+TRIMMED = expand("results/trimmed/{stage}.json", stage=STAGES if CONFIG.compare.taps == "auto" else [])
+
+
+rule audit:
+    """The weights of every stage on disk, in the golden and in the port, and what became of them."""
+    input:
+        weights=expand("results/weights/{stage}.json", stage=STAGES),
+        golden=expand("results/golden/{stage}.h5", stage=STAGES),
+        port=expand("results/port/{stage}.h5", stage=STAGES),
+        prediction=rules.predict.output.prediction,
+        job=job("audit", "cpu", settings=["port.dtype"], packages=["h5py"]),
+    output:
+        audit=update("results/audit.json"),
+        record=update("results/records/audit.json"),
+    log:
+        "results/logs/audit.log",
+    benchmark:
+        "results/benchmarks/audit.tsv"
+    container:
+        CONTAINERS["cpu"]
+    shell:
+        layerproof("audit", "audit", "weights golden port prediction")
+
+
+rule verdicts:
+    """All comparisons and diagnoses as one verdict, for programs."""
+    input:
+        comparisons=expand(rules.compare_stage.output.comparison, stage=STAGES),
+        chains=expand(rules.compare_chain.output.comparison, chain=CHAINS),
+        diagnoses=expand(rules.diagnose_stage.output.diagnosis, stage=STAGES),
+        job=job("verdicts", "cpu"),
+    output:
+        verdicts=update("results/verdicts.json"),
+        record=update("results/records/verdicts.json"),
+    log:
+        "results/logs/verdicts.log",
+    benchmark:
+        "results/benchmarks/verdicts.tsv"
+    container:
+        CONTAINERS["cpu"]
+    shell:
+        layerproof("verdicts", "verdicts", "comparisons chains diagnoses")
+
+
+rule prune_stage:
+    """Only the outputs and the statistics of all taps stay in the files of a stage that passes."""
+    input:
+        comparison=rules.compare_stage.output.comparison,
+        diagnosis=rules.diagnose_stage.output.diagnosis,
+        golden=GOLDEN_FILES.tensors,
+        port=rules.port_stage.output.tensors,
+        job=job("trimmed/{stage}", "cpu", packages=["h5py"]),
+    output:
+        trimmed=update("results/trimmed/{stage}.json"),
+        record=update("results/records/trimmed/{stage}.json"),
+    log:
+        "results/logs/trimmed/{stage}.log",
+    benchmark:
+        "results/benchmarks/trimmed/{stage}.tsv"
+    priority: 1
+    container:
+        CONTAINERS["cpu"]
+    shell:
+        layerproof("prune", "trimmed", "comparison diagnosis golden port")
 
 
 rule plot_stage:
     """Errors of one stage: histogram, quantiles, tokens."""
     input:
         comparison=rules.compare_stage.output.comparison,
-        stamp=lambda wildcards: stamp_file(f"results/plots/{wildcards.stage}.svg", plot_stage_spec(wildcards)),
+        job=job("plots/{stage}", "cpu", packages=["matplotlib"]),
     output:
         plot=update("results/plots/{stage}.svg"),
         record=update("results/records/plots/{stage}.json"),
@@ -15,12 +83,8 @@ rule plot_stage:
         "results/benchmarks/plots/{stage}.tsv"
     container:
         CONTAINERS["cpu"]
-    params:
-        spec=plot_stage_spec,
-        stamp=lambda wildcards: stamp("plot_stage", f"results/plots/{wildcards.stage}.svg"),
     shell:
-        "python -m layerproof plot-stage {output.plot:q} --comparisons {input.comparison:q}"
-        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+        layerproof("plot-stage", "plot", "comparison")
 
 
 rule plot_model:
@@ -28,7 +92,7 @@ rule plot_model:
     input:
         comparisons=rules.verdicts.input.comparisons,
         chains=rules.verdicts.input.chains,
-        stamp=lambda wildcards: stamp_file("results/plots/map.svg", plot_model_spec(wildcards)),
+        job=job("plots/map", "cpu", packages=["matplotlib"]),
     output:
         plots=update(["results/plots/map.svg", "results/plots/depth.svg"]),
         record=update("results/records/plots/map.json"),
@@ -38,19 +102,14 @@ rule plot_model:
         "results/benchmarks/plots/map.tsv"
     container:
         CONTAINERS["cpu"]
-    params:
-        spec=plot_model_spec,
-        stamp=lambda wildcards: stamp("plot_model", "results/plots/map.svg"),
     shell:
-        "python -m layerproof plot-model {output.plots:q} --comparisons {input.comparisons:q}"
-        " --chains {input.chains:q}"
-        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+        layerproof("plot-model", "plots", "comparisons chains")
 
 
 rule report:
     """One self-contained page: the verdict, the map, and for each stage what to do about it."""
     input:
-        template="workflow/layerproof/report/templates/report.html.j2",
+        template=TEMPLATE,
         verdicts=rules.verdicts.output.verdicts,
         unused=rules.weights.output.unused,
         audit=rules.audit.output.audit,
@@ -61,7 +120,7 @@ rule report:
         diagnoses=rules.verdicts.input.diagnoses,
         records=expand(rules.port_stage.output.record, stage=STAGES),
         plots=[*expand(rules.plot_stage.output.plot, stage=STAGES), *rules.plot_model.output.plots],
-        stamp=lambda wildcards: stamp_file("results/report.html", report_spec(wildcards)),
+        job=job("report", "cpu", settings=EVERYTHING, packages=["transformers", "torch", "torch-xla"]),
     output:
         html=update("results/report.html"),
         record=update("results/records/report.json"),
@@ -71,15 +130,12 @@ rule report:
         "results/benchmarks/report.tsv"
     container:
         CONTAINERS["cpu"]
-    params:
-        spec=report_spec,
-        stamp=lambda wildcards: stamp("report", "results/report.html"),
     shell:
-        "python -m layerproof report {output.html:q} --template {input.template:q}"
-        " --verdicts {input.verdicts:q} --unused {input.unused:q} --audit {input.audit:q}"
-        " --trimmed {input.trimmed:q} --preflights {input.preflights:q} --comparisons {input.comparisons:q}"
-        " --chains {input.chains:q} --diagnoses {input.diagnoses:q} --plots {input.plots:q} --records {input.records:q}"
-        " --spec {params.spec:q} --stamp {params.stamp} --record {output.record:q} > {log:q} 2>&1"
+        layerproof(
+            "report",
+            "html",
+            "template verdicts unused audit trimmed preflights comparisons chains diagnoses plots records",
+        )
 
 
 rule manifest:
@@ -89,14 +145,13 @@ rule manifest:
         bisection=lambda wildcards: asked_for(rules.bisect.output.bisection),
     output:
         manifest="results/manifest.json",
+        checksums="results/MANIFEST.sha256",
     log:
         "results/logs/manifest.log",
     container:
         CONTAINERS["cpu"]
-    params:
-        spec=lambda wildcards: spec("cpu", config=SETTINGS),
     shell:
-        "python -m layerproof manifest {output.manifest:q} --spec {params.spec:q} > {log:q} 2>&1"
+        "python -m layerproof manifest {output.manifest:q} > {log:q} 2>&1"
 
 
 rule archive:

@@ -31,7 +31,7 @@ def more(attempt):
 
 def port_starts(minutes):
     """Minutes of a port's job that do not depend on its size: starts, and compilers."""
-    on_neuron = SETTINGS["port"]["device"] == "NEURON" or SETTINGS["port"]["compile"] == "neuron"
+    on_neuron = CONFIG.port.device == "NEURON" or CONFIG.port.compile == "neuron"
     return minutes + NEURON_COMPILES * on_neuron
 
 
@@ -46,7 +46,7 @@ def memory_of(side, stages_of, at_once=False):
             needed = sum(part["weights"][side] for part in parts) + max(
                 (part[side] - part["weights"][side] for part in parts), default=0
             )
-        processes = SETTINGS["parallel"]["tp"] if side == "port" else 1
+        processes = CONFIG.parallel.tp if side == "port" else 1
         asked = processes * (IMPORTS_WITH_ROOM + ROOM * needed)  # each rank may convert the whole stage
         return math.ceil(more(attempt) * asked / 1e6)
 
@@ -66,10 +66,10 @@ def time_of(side, stages_of, start):
 
 
 def time_of_reading(files):
-    """Minutes for a job that reads files; those of the checkpoint that the workflow makes may not be there yet."""
+    """Minutes for a job that reads files."""
 
     def runtime(wildcards, input, attempt):
-        size = sum(os.path.getsize(name) for name in files if os.path.exists(name))
+        size = sum(map(os.path.getsize, files))
         return math.ceil(more(attempt) * (30 + size / READ / 60))
 
     return runtime

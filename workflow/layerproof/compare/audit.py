@@ -1,4 +1,4 @@
-"""The weights' books: of each stage what is on disk, what the golden holds of it and what the port made of it."""
+"""The weight ledger: for each stage, the weights on disk, in the golden and in the port."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from layerproof.tensors import hdf5, pruning
 
 SCHEMA_VERSION = 1
 SMALL = 0.01
-"""Share of a stage's bytes up to which wider parameters, such as a router's bias, are but noted."""
+"""Wider parameters, such as a router's bias, get only a note if they add at most this share of a stage's bytes."""
 LARGEST_CHANGE = 2**-6
-"""Relative L2 from a stage to its compiled graph that is rounding: twice the 8e-3 by which a bf16 layer of real width was
-measured to be off, with the experts that are chosen otherwise because of it.
+"""Up to this relative L2, the difference between a stage and its compiled graph is rounding.
+
+A bf16 layer of real width differed by 8e-3, including experts that it chose differently because of rounding. The limit
+is twice that.
 """
 SHOWN = 3
-"""Tensors that a finding names; of more it says how many."""
+"""How many tensors a finding names; it counts the rest."""
 
 Description = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the port: `of` are the tensors on disk that went into it; the rest is as in `port._Ready`."""
+    """A parameter of the port; `of` names the tensors on disk that went into it (for the rest see `prepare._Ready`)."""
 
     name: str
     dtype: str
@@ -57,8 +59,10 @@ def audit(
     prediction: Mapping[str, Any],
     port_dtype: str,
 ) -> dict[str, Any]:
-    """The content of results/audit.json: `audit_stage` of every stage, with the memory of its jobs as `predicted` by the
-    `prediction` (None: its weights cannot be read), and what that says of the `run`. The other mappings are by stage.
+    """Returns the content of results/audit.json: `audit_stage` of every stage, and the prediction for the `run`.
+
+    Each stage also gets the memory of its jobs as `predicted` by `prediction`; None if its weights cannot be read. The
+    other mappings are by stage.
     """
     stages = {
         stage: audit_stage(description, golden_files[stage], port_files[stage], port_dtype)
@@ -71,14 +75,14 @@ def audit(
 
 
 def audit_stage(description: Description, golden_file: Path, port_file: Path, port_dtype: str) -> dict[str, Any]:
-    """Bytes by dtype on `disk`, in the `golden` and in the `port`, those of both `files` with all taps, and `findings`, each
-    a `text` with its `kind` and whether it is a mere `note`.
+    """Returns bytes by dtype on `disk`, in the `golden` and in the `port`, bytes of both `files`, and `findings`.
 
-    `description` is results/weights/STAGE.json, `port_dtype` as in the config. `golden` and `port` are None where that side
-    did not run.
+    Files count with all their taps, even if they are pruned. A finding is a `text` with its `kind` and whether it is
+    only a `note`. `description` is results/weights/STAGE.json, `port_dtype` as in the config. `golden` and `port` are
+    None if that side did not run.
     """
     on_disk = _by_dtype((entry["dtype"], bytes_on_disk(entry)) for entry in description.get("tensors", {}).values())
-    files = sum(pruning.whole_bytes(path) for path in (golden_file, port_file))
+    files = sum(pruning.original_bytes(path) for path in (golden_file, port_file))
     result: dict[str, Any] = {"disk": on_disk, "golden": None, "port": None, "files": files, "findings": []}
     try:
         golden = hdf5.read_document(golden_file, hdf5.HELD)
@@ -97,8 +101,8 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
         for name, entry in conversion["parameters"].items()
     ]
     ranks = conversion.get("ranks", 1)
-    books = _Books(description["tensors"], held, port_dtype, conversion["reads"], parameters, ranks)
-    findings = [*books.dtypes(), *books.use(), *books.layout(), *_activations(found, wanted)]
+    ledger = _WeightLedger(description["tensors"], held, port_dtype, conversion["reads"], parameters, ranks)
+    findings = [*ledger.dtypes(), *ledger.use(), *ledger.layout(), *_activations(found, wanted)]
     if tracing:
         findings += _compiled(tracing)
     return result | {
@@ -108,30 +112,30 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
 
 
 NOTES = ("transposed", "read twice", "origin", "widened")
-"""Kinds of findings that are well in many ports."""
+"""Kinds of findings that are harmless in many ports."""
 
 Finding = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class _Books:
+class _WeightLedger:
     tensors: Mapping[str, Mapping[str, Any]]
     golden: Mapping[str, str]
     port_dtype: str
     reads: Mapping[str, int]
     parameters: Sequence[Parameter]
     ranks: int
-    """Ranks that hold a part or all of each tensor; `parameters` are those of the first one."""
+    """Number of ranks, each with a part or all of each tensor; `parameters` are those of the first rank."""
 
     def dtypes(self) -> Iterator[Finding]:
-        """Parameters that are wider than need be, or narrower than the golden's."""
+        """Finds parameters that are wider than necessary, or narrower than the golden's."""
         wide: list[tuple[Parameter, str]] = []
         narrow: list[tuple[Parameter, str]] = []
         for parameter in self.parameters:
             if not parameter.of or "float" not in parameter.dtype:
                 continue
             if {parameter.dtype} == {torch_name(self.tensors[name]["dtype"]) for name in parameter.of}:
-                continue  # just as it is on disk, quantised values and their scales too
+                continue  # as on disk, including quantised values and their scales
             golden = max((self.golden[self.tensors[name]["parameter"]] for name in parameter.of), key=itemsize)
             disk = max((self._disk_dtype(name) for name in parameter.of), key=itemsize)
             if itemsize(parameter.dtype) > max(map(itemsize, (golden, disk, self.port_dtype))):
@@ -150,7 +154,7 @@ class _Books:
             yield "rounded", f"{names}: rounded to {dtype}, where checkpoint and golden have {disk}."
 
     def use(self) -> Iterator[Finding]:
-        """Tensors on disk that are not used, or used in part or more than once; parameters that come from none."""
+        """Finds tensors on disk that are unused, used in part or used twice, and parameters that come from none."""
         used = {name for parameter in self.parameters for name in parameter.of}
         never = [name for name, reads in self.reads.items() if not reads]
         if never:
@@ -165,13 +169,13 @@ class _Books:
         unknown = [one.name for one in self.parameters if not (one.of or one.initial or one.constant)]
         if unknown:
             yield "origin", f"{_names(unknown)}: cannot be followed to a tensor on disk through convert()."
-        elif lost:  # what cannot be followed may be in a parameter whose origin is not known
+        elif lost:  # otherwise it may be in a parameter of unknown origin
             yield "dropped", f"{_names(lost)}: read by convert() and used in no parameter."
         for sources, group in self._sharing():
             parts, whole = sum(one.count for one in group), sum(map(self._counted, sources))
             names = _names(one.name for one in group)
             if not whole:
-                continue  # scales that the port keeps beside the quantised values
+                continue  # scales that the port stores beside the quantised values
             if parts > whole and len(group) > 1:
                 yield "twice", f"{_names(sources)}: loaded more than once, into {names}."
             elif parts > whole:
@@ -180,7 +184,7 @@ class _Books:
                 yield "in part", f"{_names(sources)}: only {parts / whole:.2%} of it went into {names}."
 
     def layout(self) -> Iterator[Finding]:
-        """Parameters that are transposed, and tensors that are read more often than need be."""
+        """Finds parameters that are transposed, and tensors that are read more often than necessary."""
         for square in (False, True):
             names = [one.name for one in self.parameters if one.transposed and self._is_square(one) == square]
             if names:
@@ -192,7 +196,7 @@ class _Books:
             yield "read twice", f"{_names(again)}: read from disk more than once ({more:,} elements too many)."
 
     def _sharing(self) -> Iterator[tuple[list[str], list[Parameter]]]:
-        """Parameters that have a tensor on disk in common, together, with all that went into them."""
+        """Groups parameters that share tensors on disk; yields all the tensors of each group, and its parameters."""
         left = [parameter for parameter in self.parameters if parameter.of]
         while left:
             group, sources = [left.pop(0)], set[str]()
@@ -208,17 +212,17 @@ class _Books:
 
     @cached_property
     def _quantised(self) -> set[str]:
-        """The golden's parameters whose values on disk are 8 bits wide, with scales in tensors of their own."""
+        """The golden's parameters whose values on disk are 8 bits wide, with scales in separate tensors."""
         return {one["parameter"] for one in self.tensors.values() if itemsize(one["dtype"]) == 1}
 
     def _counted(self, name: str) -> int:
-        """Elements that a tensor on disk adds to a parameter: none if it is the scales of a quantised one."""
+        """Returns how many elements a tensor on disk adds to a parameter: 0 for the scales of a quantised one."""
         entry = self.tensors[name]
         scales = entry["parameter"] in self._quantised and itemsize(entry["dtype"]) > 1
         return 0 if scales else _count(entry)
 
     def _disk_dtype(self, name: str) -> str:
-        """The dtype of the numbers on disk, of quantised ones that of the golden."""
+        """Returns the dtype on disk; for quantised numbers, the dtype in the golden."""
         parameter = self.tensors[name]["parameter"]
         return self.golden[parameter] if parameter in self._quantised else torch_name(self.tensors[name]["dtype"])
 
@@ -227,7 +231,7 @@ class _Books:
 
 
 def _activations(found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[Finding]:
-    """Taps that the port computes in a wider dtype than the golden."""
+    """Finds taps that the port computes in a wider dtype than the golden."""
     wide = {
         name: dtype
         for name, dtype in found.items()
@@ -240,13 +244,13 @@ def _activations(found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterato
 
 
 def moved_by_compiling(tracing: Mapping[str, Any]) -> list[str]:
-    """Taps that the compiled graph gives otherwise than the stage as it is: of the document of `compiled.describe`."""
+    """Returns the taps that compiling changed by more than rounding, from the document of `compiled.describe`."""
     change = tracing["change"]
     return [name for name in in_order(change) if change[name] is None or change[name] > LARGEST_CHANGE]
 
 
 def _compiled(tracing: Mapping[str, Any]) -> Iterator[Finding]:
-    """What a stage's compiled graph has otherwise than the stage as it is: the document of `compiled.describe`."""
+    """Finds what compiling changed in a stage, from the document of `compiled.describe`."""
     if tracing["depends_on_values"]:
         yield (
             "value baked in",
@@ -278,7 +282,7 @@ def _compiled(tracing: Mapping[str, Any]) -> Iterator[Finding]:
 def _grouped(
     pairs: Collection[tuple[Parameter, str]],
 ) -> Iterator[tuple[tuple[str, str], list[Parameter]]]:
-    """Parameters by their dtype and the one on disk."""
+    """Groups parameters by their dtype and the dtype on disk."""
     for key in dict.fromkeys((parameter.dtype, disk) for parameter, disk in pairs):
         yield key, [parameter for parameter, disk in pairs if (parameter.dtype, disk) == key]
 
@@ -295,7 +299,7 @@ def _count(entry: Mapping[str, Any]) -> int:
 
 
 def _names(names: Iterable[str]) -> str:
-    """Names as one reads them: those that differ in one number are one, `experts.*.w1.weight (256)`."""
+    """Shortens a list of names: names that differ only in numbers become one, `experts.*.w1.weight (256)`."""
     by_pattern: dict[tuple[str, ...], list[list[str]]] = {}
     for name in names:
         parts = re.split(r"(\d+)", name)

@@ -1,8 +1,8 @@
-"""The first stage at which a port goes wrong where only the end of a chain can be had, as of a compiled whole model.
+"""Finds the first stage at which a port goes wrong if only the end of a chain is visible, as in a compiled full model.
 
-The port runs from the first stage to some other as one graph without taps, and its output is held against the golden's
-trajectory there. How far a right port may stray is known from a variant of the golden that ran on its own outputs. Whether
-a chain has gone wrong does not change behind the stage that did it, so halving finds that stage in O(log n) runs.
+The port runs from the first stage to some later stage as one graph without taps, and its output is compared with the
+golden's trajectory there. A variant of the golden that ran on its own outputs shows how far a correct port may stray. A
+chain that has gone wrong stays wrong in all later stages, so bisection finds the stage in O(log n) runs.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from layerproof.tensors.tensor import Tensor
 
 SCHEMA_VERSION = 1
 STRAYS = 2.0
-"""A chain is wrong if the error of its median token is more than this many times the variant's."""
+"""A chain is wrong if its median token's error is more than this many times the variant's."""
 STRAYS_IN_ALL = 4.0
-"""Or if that of all tokens together is: some tokens' experts flip in any chain, and may have most of it."""
+"""A chain is also wrong if the error of all tokens together is more than this many times the variant's.
+
+Experts flip at some tokens in any chain, and these tokens may dominate this error.
+"""
 ROUNDING = 2.0**-9
-"""Relative error of a rounding to bf16, which is allowed where the variant is the golden bit for bit, as after embed."""
+"""Relative error of rounding to bf16, allowed where the variant equals the golden bit for bit, as after embed."""
 
 
 @dataclass(frozen=True)
 class Strayed:
-    """How far an output is from the golden's: relative L2 of the median token, and of all tokens."""
+    """How far an output is from the golden's: the relative L2 of the median token and of all tokens."""
 
     median: float
     whole: float
 
     @classmethod
     def measure(cls, found: Tensor, golden: Tensor, valid: np.ndarray) -> Strayed:
-        """Of tensors [batch, seq, features] at the tokens in `valid`, bool [batch, seq].
+        """Measures tensors [batch, seq, features...] at the tokens in `valid`, bool [batch, seq].
 
-        NaN, Inf and another shape stray infinitely.
+        NaN, Inf or a different shape count as infinitely far.
         """
         if found.shape != golden.shape:
             return cls(np.inf, np.inf)
@@ -48,12 +51,12 @@ class Strayed:
         return cls(*(float(np.nan_to_num(value, nan=np.inf, posinf=np.inf)) for value in (median, whole)))
 
     def is_wrong(self, allowed: Strayed) -> bool:
-        """Whether it strays further than a right port that strays about as far as `allowed`."""
+        """Whether the output strays further than a correct port may if a variant strays as far as `allowed`."""
         median, whole = allowed.median or ROUNDING, allowed.whole or ROUNDING
         return self.median > STRAYS * median or self.whole > STRAYS_IN_ALL * whole
 
     def numbers(self, side: str) -> dict[str, float | None]:
-        """For JSON, which knows no infinity."""
+        """Returns the numbers for JSON, with None for infinity."""
         return {f"{side}_{key}": value if np.isfinite(value) else None for key, value in vars(self).items()}
 
 
@@ -64,10 +67,13 @@ def bisect(
     noise: Mapping[str, Path],
     valid: np.ndarray,
 ) -> dict[str, Any]:
-    """The content of results/bisect.json: `first_wrong`, the first stage after which the chain is wrong, or None;
-    `last_right`, the stage before it, or None; and `runs`, each with the stage it ends at and what was found there.
+    """Bisects a chain and returns the content of results/bisect.json.
 
-    `run` runs the port through some stages from the first on and returns the output of the last.
+    `first_wrong` is the first stage after which the chain is wrong, or None. `last_right` is the stage before it, or
+    None if there is none; if nothing is wrong, it is the last stage. `runs` lists each run with its last stage and its
+    result.
+
+    `run` runs the port through the given stages, from the first on, and returns the output of the last.
 
     Raises:
         StageError: if a file of the golden is missing or damaged.
@@ -98,9 +104,9 @@ def bisect(
 
 
 def first_true(count: int, holds: Callable[[int], bool]) -> int | None:
-    """The first of `count` indices at which something holds that goes on holding; None if it holds nowhere.
+    """Returns the first of `count` indices for which `holds` is True; None if there is none.
 
-    Asks at most 1 + ceil(log2(count)) times.
+    Once `holds` is True, it must stay True for all later indices. Calls `holds` at most 1 + ceil(log2(count)) times.
     """
     if not count or not holds(count - 1):
         return None

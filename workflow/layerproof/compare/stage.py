@@ -1,4 +1,4 @@
-"""Compares the two sides of a stage, tap by tap, and the chained stages with the golden's trajectory."""
+"""Compares the two sides of a stage tap by tap, and chained stages with the golden's trajectory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from layerproof.tensors.tensor import Tensor
 
 SCHEMA_VERSION = 1
 CHANGED_BY = 2.0
-"""A stage amplifies if the propagated error grows by more than this factor in it, and recovers if it shrinks by as much."""
+"""A stage amplifies if the propagated error grows by more than this factor, and recovers if it shrinks by as much."""
 STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf")
 
 
 def compare_stage(
     stage: str, golden: Path, noise: Path | None, port: Path, valid: np.ndarray, limit: float
 ) -> dict[str, Any]:
-    """The content of results/compare/STAGE.json: every tap that the golden has ends as pass, fail, error or missing.
+    """Returns the content of results/compare/STAGE.json; every tap of the golden ends as pass, fail, error or missing.
 
-    Without `noise` the golden's own error is all that is known of it.
+    Without `noise`, the golden's own error is the only measure of noise.
 
-    The stage is `error` if its port or golden failed or cannot be read, `missing` if there is nothing to compare because
-    another stage failed, `fail` if any tap fails, and else `pass`.
+    The stage is `error` if its port or golden failed or cannot be read, `missing` if there is nothing to compare
+    because another stage failed, `fail` if any tap fails, and otherwise the status of its output, normally `pass`.
     """
     result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "stage": stage, "taps": {}, "routing": None}
     try:
@@ -54,7 +54,7 @@ def compare_stage(
                     of_ranks = Ranks.of(port_file)
                     result |= compare_taps(stage, found, wanted, truth, bands, valid, limit, of_ranks)
             except StageError as error:
-                hdf5.check(golden)  # damage in the golden's data shows only here, and is no fault of the port's file
+                hdf5.check(golden)  # shows damage to the golden's data, which is not an error of the port's file
                 result["taps"] = {name: _failed(error) for name in in_order(wanted)}
                 raise
     except StageError as error:
@@ -76,7 +76,7 @@ def compare_taps(
     limit: float,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """Status, taps, routing and errors of a stage from its tensors; `noise` may know some of the taps or none."""
+    """Compares a stage's tensors: status, taps, routing and errors; `noise` may cover all taps, some or none."""
     routing = _routing(found, wanted, truth, valid, valid & ~noise[OUT].compared if OUT in noise else None)
     experts = experts_chosen(truth) if routing else None
     taps: dict[str, dict[str, Any]] = {}
@@ -121,8 +121,9 @@ def _local_error(
     truth: Mapping[str, Tensor],
     valid: np.ndarray,
 ) -> float | None:
-    """Relative L2 of port and golden over all valid tokens, flipped ones too, as a chain's propagated error is; `out` is the
-    comparison without these.
+    """Returns the relative L2 between port and golden over all valid tokens, including flipped ones.
+
+    A chain's propagated error includes flipped tokens too. `out` is the comparison of the output without them.
     """
     if routing is None or not routing.left_out.any():
         return out.get("rel_l2")
@@ -152,7 +153,7 @@ def _routing(
 
 
 def _statistics(taps: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Statistics of every tensor as its file states them."""
+    """Returns the statistics of every tensor, as stored in its file."""
     attributes: dict[str, Any] = {name: cast("h5py.Dataset", tap.data).attrs for name, tap in taps.items()}
     return {
         name: {key: float(attributes[name][key]) for key in STATISTICS if key in attributes[name]}
@@ -169,16 +170,21 @@ def compare_chain(
     valid: np.ndarray,
     noise: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
-    """The content of results/compare/chain/A-B.json, from the files by stage and the isolated comparisons by stage.
+    """Returns the content of results/compare/chain/A-B.json, from files and isolated comparisons by stage.
 
-    By stage: R of the chained output against the truth; `propagated_error`, its relative L2 to the golden's trajectory;
-    `local_error`, that of the isolated run; `gain`, the ratio of the propagated error out to in (None for the first
-    stage and after an exact one); `role`: it `injects` if it fails in isolation, `amplifies` or `recovers` if the gain is
-    beyond CHANGED_BY, and else `transmits`. With `lm_head` also how far the logits agree.
+    By stage:
+        R: of the chained output, against the truth
+        propagated_error: relative L2 of the chained output to the golden's trajectory
+        local_error: relative L2 of the isolated run
+        gain: ratio of the propagated error out to in; None for the first stage and after an exact one
+        role: `injects` if the stage fails in isolation, `amplifies` or `recovers` if the gain is beyond CHANGED_BY,
+            otherwise `transmits`
 
-    With `noise`, by stage, for a chain that is no run of the port that is compared alone, a stage is `wrong` if it strays
-    further than a variant of the golden on its own outputs allows (bisect.py). `first_wrong` is the first one, and the chain
-    fails if there is one.
+    If the chain includes `lm_head`, the result also says how well the logits agree.
+
+    Pass `noise`, by stage, for a chain that is not a run of the port that was compared in isolation. Then a stage is
+    `wrong` if it strays further than a variant of the golden on its own outputs allows (bisect.py). `first_wrong` is
+    the first such stage, and the chain fails if there is one.
     """
     results: dict[str, dict[str, Any]] = {}
     before = None

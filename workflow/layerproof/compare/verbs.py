@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from layerproof.files import read_json, write_json
 from layerproof.port import ranks
 from layerproof.rerun import jobs
-from layerproof.rerun.command import Verbs, add_job_verb, checkpoint_of, job_of, only
+from layerproof.rerun.command import Verbs, add_job_verb, of_stage, of_stages, only, only_job, run_tasks, task
+from layerproof.rerun.job import Job
+from layerproof.rerun.jobs import Task
 from layerproof.rerun.recorder import cached
 from layerproof.tensors import pruning
 
@@ -21,79 +23,79 @@ if TYPE_CHECKING:
 def add_verbs(verbs: Verbs) -> None:
     """Adds `compare`, `compare-chain` and `bisect` to the command line."""
     files = "golden", "noise", "port", "tokens"
-    add_job_verb(verbs, "compare", make_comparison, "Compares the two sides of a stage.", *files)
+    add_job_verb(verbs, "compare", compare, "Compares every tap of stages with the golden.", *files)
     files = "golden", "port", "comparisons", "noise", "tokens"
-    add_job_verb(
-        verbs, "compare-chain", make_chain_comparison, "Compares a chain with the golden's trajectory.", *files
-    )
+    add_job_verb(verbs, "compare-chain", compare_chain, "Compares a chain with the golden's trajectory.", *files)
     text = "Finds the first stage at which the port goes wrong on its own outputs, by halving."
     files = "golden", "noise", "weights", "tokens", "config", "previous"
-    add_job_verb(verbs, "bisect", make_bisection, text, *files)
+    add_job_verb(verbs, "bisect", bisect, text, *files)
 
 
-def make_comparison(args: argparse.Namespace) -> None:
+def compare(args: argparse.Namespace) -> None:
+    def task_of(job: Job) -> Task:
+        golden, noise, port = (of_stage(paths, job.stage) for paths in (args.golden, args.noise, args.port))
+        (output,) = of_stages(args.outputs, [job.stage])
+
+        def work() -> None:
+            from layerproof.compare import stage
+            from layerproof.model.tokens import Tokens
+
+            pruning.require_intact([golden, port])
+            valid = Tokens.read(args.tokens).valid
+            write_json(output, stage.compare_stage(job.stage, golden, noise, port, valid, job.config.compare.limit))
+
+        return task(args, job, [golden, noise, port, args.tokens], work)
+
+    run_tasks(args, list(map(task_of, args.job)))
+
+
+def compare_chain(args: argparse.Namespace) -> None:
+    job = only_job(args)
     (output,) = args.outputs
 
     def work() -> None:
-        from layerproof.compare import stage as compare_stages
-        from layerproof.model import tokens
+        from layerproof.compare import stage
+        from layerproof.model.tokens import Tokens
 
-        pruning.require_whole([*args.golden, *args.port])
-        valid = tokens.Tokens.read(args.tokens).valid
-        content = compare_stages.compare_stage(
-            args.spec["stage"], args.golden[0], args.noise[0], args.port[0], valid, args.spec["limit"]
-        )
-        write_json(output, content)
-
-    jobs.run(job_of(args, [*args.golden, *args.noise, *args.port, args.tokens]), work)
-
-
-def make_chain_comparison(args: argparse.Namespace) -> None:
-    (output,) = args.outputs
-
-    def work() -> None:
-        from layerproof.compare import stage as compare_stages
-        from layerproof.model import tokens
-
-        content = compare_stages.compare_chain(
-            args.spec["chain"],
-            args.spec["stages"],
+        content = stage.compare_chain(
+            job.arguments["chain"],
+            job.arguments["stages"],
             {path.stem: path for path in args.golden},
             {path.stem: path for path in args.port},
             {path.stem: read_json(path) for path in args.comparisons},
-            tokens.Tokens.read(args.tokens).valid,
+            Tokens.read(args.tokens).valid,
             {path.stem: path for path in args.noise},
         )
         write_json(output, content)
 
-    jobs.run(job_of(args, [*args.golden, *args.port, *args.comparisons, *args.noise, args.tokens]), work)
+    run_tasks(args, [task(args, job, [*args.golden, *args.port, *args.comparisons, *args.noise, args.tokens], work)])
 
 
-def make_bisection(args: argparse.Namespace) -> None:
+def bisect(args: argparse.Namespace) -> None:
+    job = only_job(args)
     output = args.outputs[0].absolute()
     golden, noise = ({path.stem: path.absolute() for path in paths} for paths in (args.golden, args.noise))
     previous = only(args.previous)
 
     def work() -> Mapping[str, Any]:
         from layerproof.compare import bisect
-        from layerproof.model import tokens
+        from layerproof.model.tokens import Tokens
+        from layerproof.port import stage
         from layerproof.tensors import hdf5
 
-        prompts = tokens.Tokens.read(args.tokens)
+        prompts = Tokens.read(args.tokens)
         descriptions = {path.stem: read_json(path) for path in args.weights}
         fed = hdf5.read_stage_input(previous, "golden/out") if previous else None
-        count, done = args.spec["tp"], []
+        count, done = job.config.parallel.tp, []
 
         @cached
         def start() -> Runner:
             from layerproof.port.runner import Runner
 
-            return Runner.start(checkpoint_of(args), prompts, args.spec)
+            return Runner.start(job.checkpoint, prompts, job.config)
 
         def run_here(stages: Sequence[str]) -> Tensor:
-            from layerproof.port import stage as port_stage
-
-            return port_stage.run_chain(start(), descriptions, fed, stages)
+            return stage.run_chain(start(), descriptions, fed, stages)
 
         def run(stages: Sequence[str]) -> Tensor:
             if count == 1:
@@ -102,11 +104,12 @@ def make_bisection(args: argparse.Namespace) -> None:
             done.extend(made)
             return made[0].value
 
-        content = bisect.bisect(args.spec["stages"], run, golden, noise, prompts.valid)
-        left_out = args.spec["left_out"]  # chains have no gap
+        content = bisect.bisect(job.arguments["stages"], run, golden, noise, prompts.valid)
+        left_out = job.arguments["left_out"]  # chains have no gap
         if left_out:
             print(f"{', '.join(left_out)}: behind a gap in layers (config.yaml), so not looked at")
         write_json(output, content | {"left_out": left_out})
         return {jobs.CODE: ranks.code_of(done)}
 
-    jobs.run(job_of(args, [*args.golden, *args.noise, *args.weights, args.tokens, args.config, *args.previous]), work)
+    inputs = [*args.golden, *args.noise, *args.weights, args.tokens, args.config, *args.previous]
+    run_tasks(args, [task(args, job, inputs, work)])

@@ -1,9 +1,9 @@
-"""Why a stage fails: at which taps it goes wrong of itself, and which known mistake explains what it does there.
+"""Why a stage fails: at which taps it goes wrong by itself, and which known mistake explains what it does there.
 
-The port ran *forced*: with the golden's tap in place of each of its own, so that a tap is wrong only by what was done
-between it and the taps before it. Each fault of the dictionary is put into the golden stage, forced in the same way, at the
-taps that are wrong; the one whose output the port's is like, down to the noise, names the mistake. At last all causes found
-are put in at once, and what the stage then gives unforced is held against what the port gave.
+The port ran teacher-forced, with the golden's tap in place of each of its own, so a tap is wrong only because of the
+code between it and the taps before it. Each fault of the dictionary is put into the golden stage, teacher-forced in the
+same way, at the taps that are wrong. The fault whose output matches the port's within the noise names the mistake.
+Finally, all causes found are put in at once, and the unforced output of that stage is compared with the port's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from layerproof.compare.audit import moved_by_compiling
 from layerproof.compare.stage import compare_taps
+from layerproof.config import Config, changed
 from layerproof.diagnose.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
 from layerproof.diagnose.findings import findings
 from layerproof.diagnose.result import undiagnosed
@@ -30,7 +31,7 @@ from layerproof.measure.metrics import judge
 from layerproof.measure.noise import CHOICE, Noise, measure, noise_of_taps
 from layerproof.measure.noise_file import read_noise
 from layerproof.measure.routing import AFTER_ROUTER, experts_chosen, flips
-from layerproof.measure.rule import deciding
+from layerproof.measure.rule import failing_limit
 from layerproof.model import loading
 from layerproof.model.tokens import Tokens
 from layerproof.taps import OUT, in_order, unseen_before
@@ -38,37 +39,37 @@ from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor, is_finite
 
 PAIRED = 6
-"""Of how many of the best single faults pairs with all others are tried."""
+"""How many of the best single faults are tried in pairs with all others."""
 
 ONLY_COMPILED = (
     "The stage as it is, not compiled, gives another tensor here, and forced it is right everywhere: look at what tracing "
     "and the compiler make of it, not at its mathematics."
 )
 NEAR = 2.0
-"""A fault that does not explain a tap is told of if it leaves less than this part of the port's own R."""
+"""A fault that does not explain a tap is reported if it reduces the port's own R by more than this factor."""
 
 Taps = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A failed stage with all that its diagnosis is made from; `settings` are the config's `golden` and the limit."""
+class FailedStage:
+    """A failed stage and everything that its diagnosis needs; `settings` contain the config's `golden` and `model`."""
 
     name: str
     directory: Path
     descriptions: Mapping[str, Mapping[str, Any]]
     tokens: Tokens
     previous: Path | None
-    settings: Mapping[str, Any]
+    settings: Config
     limit: float
 
 
 @dataclass(frozen=True)
 class _Bench:
-    """The golden stage in its own dtype and in fp32, and what the port is held against.
+    """The golden stage in its own dtype and in fp32, and everything that the port is compared with.
 
-    `taken` are the golden's taps that golden and port were forced with; `truth` is the fp32 golden's run so, `noise` that of
-    its variants, `port` the taps that the port gave.
+    `taken` are the golden's taps that golden and port were forced with; `truth` are the taps of the fp32 golden in that
+    run, `noise` is the noise of its variants, and `port` are the port's taps.
     """
 
     golden: GoldenStage
@@ -83,7 +84,7 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Faults tried together: R of the port's tap against the golden's with them, and whether it is no more than noise."""
+    """Faults tried together: R of the port's tap against the golden's with them, and whether it is within the noise."""
 
     faults: tuple[Fault, ...]
     R: float
@@ -94,7 +95,10 @@ class _Attempt:
         return tuple(dict.fromkeys(fault.name for fault in self.faults))
 
     def summary(self, tap: str) -> dict[str, Any]:
-        """Of faults that were tried at this tap; of one that would show before it, if it were handed over, says where."""
+        """Describes faults that were tried at this tap.
+
+        If a fault would show at an earlier tap that was not handed over, it says at which.
+        """
         texts = [fault.text if fault.tap == tap else f"{fault.text} (at {fault.tap})" for fault in self.faults]
         return {
             "name": "+".join(self.names),
@@ -105,7 +109,7 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class Files:
-    """What a diagnosis reads: the golden's file, its noise, and the port's isolated and forced runs."""
+    """Files that a diagnosis reads: the golden's file, its noise, and the port's isolated and teacher-forced runs."""
 
     golden: Path
     noise: Path
@@ -113,22 +117,23 @@ class Files:
     forced: Path
 
 
-def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[str, Any]:
+def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) -> dict[str, Any]:
     """The content of results/diagnosis/STAGE.json for a stage whose comparison fails.
 
-    `culprits`: taps at which the port goes wrong of itself, in the order that data flows, each with `tap`, `forced` (False
-    for the first tap that fails where none does when forced), `R` of that run that decides, the group that it is `at` (None:
-    the whole tap), `cause` (`name`, `text`, `R_explained`,
-    `runner_up`) or None, `tried` (how many faults), `nearest`, the best of them if none explains, and `findings`, sentences
-    on where its error is. `together`: the causes, and R of the port's isolated output against the golden with all of them.
+    `culprits` are taps at which the port goes wrong by itself, in the order that data flows. Each has `tap`, `forced`
+    (False for the first tap that fails, if none fails when teacher-forced), the `R` of that run that decides, the group
+    that it is `at` (None for the whole tap), `cause` (`name`, `text`, `R_explained`, `runner_up`) or None, `tried` (the
+    number of faults), `nearest` (the best of them if none explains the tap), and `findings`, sentences on where its
+    error is. `together` has the causes, and R of the port's isolated output against the golden with all of them.
 
     Raises:
-        StageError: if a file is damaged, the port could not be forced, or the golden cannot be run.
+        StageError: if a file is damaged, the port could not be forced, or the golden cannot run.
     """
-    device = golden_stage.resolve_device(stage.settings["device"])
+    device = golden_stage.resolve_device(stage.settings.golden.device)
     wanted = hdf5.read_group(files.golden, "golden")
     isolated, forced = (hdf5.read_group(path, "port") for path in (files.port, files.forced))
-    # What the port did not hand over in the golden's shape could not be forced on it, and so is not on the golden.
+    # A tap that the port did not hand over in the golden's shape could not be forced on the port, so it is not forced
+    # on the golden either.
     taken = {
         name: hdf5.to_torch(tensor).to(device)
         for name, tensor in wanted.items()
@@ -137,7 +142,7 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
     bf16, exact = load(stage, device)
 
     def run(x: Any) -> dict[str, Tensor]:
-        """The forced golden, with the last bits of all that it is given changed if those of its input are."""
+        """The forced golden; if the last bits of its input are changed, so are those of its forced taps."""
         given = taken if x is bf16.x else {name: _changed(tensor) for name, tensor in taken.items()}
         return _arrays(bf16.run(given, x=x))
 
@@ -152,9 +157,10 @@ def diagnose(stage: Stage, comparison: Mapping[str, Any], files: Files) -> dict[
     if wrong:
         culprits = [_explain(bench, name, local[name], True) for name in wrong]
     else:
-        # Errors of several taps add up, or one lies where no tap is forced: the first that fails is all that is known.
+        # Errors of several taps add up, or one lies where no tap is forced: only the first failing tap is known.
         first = next(name for name, tap in comparison["taps"].items() if tap["status"] == "fail")
-        # Not the truth of the golden's file, which other functions computed: a fault must differ from it by what it does.
+        # Not the truth in the golden's file, which other functions computed: a fault must differ from the truth only by
+        # its effect.
         truth = _arrays(exact.run({}))
         noise = _without_flips(alone.noise, isolated.get(CHOICE), truth.get(CHOICE))
         culprits = [_explain(replace(alone, truth=truth, noise=noise), first, comparison["taps"][first], False)]
@@ -173,12 +179,13 @@ def _moved_by_compiling(port: Path) -> list[str]:
     return moved_by_compiling(tracing) if tracing else []
 
 
-def load(stage: Stage, device: torch.device) -> tuple[GoldenStage, GoldenStage]:
-    """The golden stage, in its own dtype and exact, in the form that faults can be put in."""
-    # Faults change the mask of the eager attention, which always has one, and the gate of experts that are run one by one.
+def load(stage: FailedStage, device: torch.device) -> tuple[GoldenStage, GoldenStage]:
+    """The golden stage, in its own dtype and in fp32, in a form into which faults can be put."""
+    # Faults change the mask of the eager attention, which always has one, and the gate of experts that run one by one.
     register()
-    settings = {**stage.settings, "attn_implementation": "eager", "experts_implementation": EXPERT_BY_EXPERT}
-    dtype = getattr(torch, settings["dtype"])
+    forms = changed(stage.settings.golden, attn_implementation="eager", experts_implementation=EXPERT_BY_EXPERT)
+    settings = changed(stage.settings, golden=forms)
+    dtype = getattr(torch, settings.golden.dtype)
     description = stage.descriptions[stage.name]
     model = golden_stage.load(stage.name, stage.directory, description, device, dtype, settings, with_others=True)
     exact = golden_stage.exact(model, stage.name, stage.directory, description, device, settings, with_others=True)
@@ -206,7 +213,7 @@ def _changed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_flips(noise: Mapping[str, Noise], choice: Tensor | None, truth: Tensor | None) -> dict[str, Noise]:
-    """The noise without tokens whose experts the port chooses otherwise: what is after the router differs there anyhow."""
+    """The noise without tokens whose experts the port chooses otherwise: taps after the router differ there anyway."""
     if choice is None or truth is None or choice.shape != truth.shape:
         return dict(noise)
     alike = ~flips(choice, truth)
@@ -224,7 +231,7 @@ def _explain(
     best = attempts[0] if attempts and attempts[0].explains else None
     near = attempts[0] if attempts and not best and _own_R(result) / NEAR > attempts[0].R else None
     runner_up = next((one.summary(tap) for one in attempts if best and one.names != best.names), None)
-    R, _, where = deciding(result, bench.limit)
+    R, _, where = failing_limit(result, bench.limit)
     culprit = {
         "tap": tap,
         "forced": forced,
@@ -248,7 +255,7 @@ def _explain(
 
 
 def _own_R(result: Mapping[str, Any]) -> float:
-    """R of a tap as attempts have it: of floats in units of the noise, of integers the tokens that differ."""
+    """R of a tap in the units of attempts: for floats the noise, for integers the number of tokens that differ."""
     if result.get("kind") == "exact":
         return float(result["mismatches"]["port_truth"])
     return float(result.get("weighted_R") or result.get("R") or R_MAX)
@@ -261,7 +268,7 @@ def _head_dim(bench: _Bench, tap: str) -> int | None:
 
 
 def _attempts(bench: _Bench, tap: str) -> list[_Attempt]:
-    """All faults that may show at this tap first, best first; more and more of them until one explains."""
+    """Attempts with faults that may show first at this tap, best first; tries more faults until one explains it."""
     places = unseen_before(tap, bench.taken)
     known = [fault for fault in DICTIONARY if fault.tap in places]
     attempts: list[_Attempt] = []
@@ -283,7 +290,7 @@ def _pairs(attempts: Sequence[_Attempt]) -> list[tuple[Fault, ...]]:
         for first, second in itertools.combinations(singles, 2)
         if first in singles[:PAIRED] and first.name != second.name
     ]
-    # A fault may hide another, so the order in which they are made counts; the dictionary's is the one of the data.
+    # A fault may hide another, so their order matters. The dictionary's is the order in which data flows.
     return [tuple(sorted(pair, key=DICTIONARY.index)) for pair in pairs]
 
 
@@ -298,7 +305,7 @@ def _try(bench: _Bench, faults: tuple[Fault, ...], tap: str) -> _Attempt | None:
         raise
     except (
         Exception
-    ) as reason:  # NotApplicable, or a model that the fault was not written for: it says nothing of the port
+    ) as reason:  # NotApplicable, or a model that the fault was not written for: it says nothing about the port
         known = isinstance(reason, NotApplicable)
         print(f"{faults[-1].name} at {tap}: does not apply, {'' if known else type(reason).__name__ + ': '}{reason}")
         return None
@@ -315,7 +322,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _judge(
     bench: _Bench, faults: tuple[Fault, ...], port: Tensor, rounded: Tensor, exact: Tensor, known: Noise | None
 ) -> _Attempt:
-    """The port's tensor against the faulty golden's, in the noise that this golden has and the bands of the right one."""
+    """Judges the port's tensor against the faulty golden's, with this golden's noise and the bands of the right one."""
     if rounded.kind == "float" and rounded.shape == exact.shape:
         compared = known.compared if known else bench.valid
         noise = measure([rounded], exact, compared)
@@ -333,9 +340,9 @@ def _judge(
 
 
 def _mostly_finite(port: Tensor, valid: np.ndarray) -> np.ndarray:
-    """The tokens without NaN and Inf, bool [batch, seq], if they are most of the valid ones; else all tokens.
+    """The tokens without NaN and Inf, bool [batch, seq], if they are most of the valid ones; otherwise all tokens.
 
-    A mistake that divides by nothing at some tokens is told by what it does at the others.
+    A mistake that divides by zero at some tokens is recognised by its effect at the others.
     """
     if port.kind != "float" or port.shape[:2] != valid.shape:
         return np.ones_like(valid)
@@ -344,7 +351,7 @@ def _mostly_finite(port: Tensor, valid: np.ndarray) -> np.ndarray:
 
 
 def _together(bench: _Bench, faults: tuple[Fault, ...]) -> dict[str, Any] | None:
-    """All causes put into the golden at once, not forced: does its output become the port's?"""
+    """Puts all causes into the golden at once, unforced: does its output become the port's?"""
     if not faults or OUT not in bench.port:
         return None
     try:

@@ -1,7 +1,8 @@
-"""Where the error of a tap is, in sentences: what one can say of a mistake that the dictionary does not know.
+"""Where the error of a tap is, in sentences, for mistakes that the dictionary does not know.
 
-The squared errors of the port, in units of the noise, are summed over groups that mistakes are made of: prompts, positions,
-heads, halves of a head, channels, shards, experts. If a few groups of a kind have all of the error, that is a sentence.
+The squared errors of the port, in units of the noise, are summed over the groups that mistakes affect: prompts,
+positions, heads, halves of a head, channels, shards, experts. If a few groups of one type contain all of the error,
+that makes a sentence.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from layerproof.tensors.tensor import Tensor, is_finite
 
 SHARDS = (2, 4, 8, 16)
 FEW = 8
-"""Groups that a sentence names one by one."""
+"""Up to this many groups, a sentence names each of them."""
 GROWS = 4.0
-"""By how much R of the last quarter of the positions exceeds that of the first where an error grows."""
+"""An error grows if R in the last quarter of the positions is more than this many times R in the first."""
 MOST = 3
 
 
 @dataclass(frozen=True)
 class _Errors:
-    """Squared errors in units of the noise [tokens, features] of the valid tokens, and where these are."""
+    """Squared errors of the valid tokens in units of the noise [tokens, features], and where these tokens are."""
 
     units: np.ndarray
     prompt: np.ndarray
@@ -35,7 +36,7 @@ class _Errors:
     limit: float
 
     def where_wrong(self) -> _Errors:
-        """The same at the wrong tokens alone, if there are any: of the right ones nothing is to be said."""
+        """The errors of the wrong tokens only, unless all tokens are wrong or none is."""
         tokens, wrong = self.wrong(np.arange(len(self.units)), 0)
         if not 0 < len(wrong) < len(tokens):
             return self
@@ -46,7 +47,7 @@ class _Errors:
         )
 
     def wrong(self, groups: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """All groups, and those with an R beyond the limit; `groups` numbers the tokens (axis 0) or the features (1)."""
+        """All groups, and those whose R exceeds the limit; `groups` numbers tokens (axis 0) or features (axis 1)."""
         sums = self.units.mean(axis=1 - axis)
         names, of = np.unique(groups, return_inverse=True)
         squares = np.bincount(of, sums) / np.bincount(of)
@@ -63,11 +64,11 @@ def findings(
     experts: np.ndarray | None,
     limit: float,
 ) -> list[str]:
-    """At most three sentences on where the error of a tap of floats [batch, seq, features...] is; [] if it is everywhere.
+    """At most three sentences on where the error of a float tap [batch, seq, features...] is; [] if it is everywhere.
 
-    `compared` are the tokens to look at, of those that are `valid`; both bool [batch, seq]. `head_dim` is the size of the
-    heads that the features consist of, if they do; `experts`, bool [batch, seq, experts], which token goes to which;
-    `limit` the largest R that passes.
+    `compared` are the tokens to look at among those that are `valid`; both are bool [batch, seq]. `head_dim` is the
+    size of the heads, if the features are heads. `experts`, bool [batch, seq, experts], says which token goes to which
+    expert. `limit` is the largest R that passes.
     """
     if port.shape != truth.shape:
         return [f"It has shape {list(port.shape)} where the golden has {list(truth.shape)}."]
@@ -83,7 +84,7 @@ def findings(
     where = np.flatnonzero(compared.reshape(-1))
 
     def units(squares: np.ndarray, around: np.ndarray) -> np.ndarray:
-        """Squared errors of numbers `around` these, in units of the noise that they or the truth have."""
+        """Squared errors of numbers near `around`, in units of the noise that these or the truth have."""
         expected = np.maximum(rounding_squares(around)[1], rounding_squares(exact)[1])
         return np.nan_to_num(noise.units(squares, expected, where) if noise else relative(squares, expected))
 
@@ -108,14 +109,14 @@ def _not_finite(finite: np.ndarray, batch: np.ndarray, position: np.ndarray) -> 
 def _scale(
     mine: np.ndarray, exact: np.ndarray, units: Callable[[np.ndarray, np.ndarray], np.ndarray], limit: float
 ) -> list[str]:
-    """Whether the port is a multiple of the truth, or the truth and a constant, down to the noise."""
+    """Whether the port is a multiple of the truth, or the truth plus a constant, within the noise."""
     square = float((exact * exact).sum())
     scale = float((mine * exact).sum()) / square if square else 1.0
     offset = float((mine - exact).mean())
     multiple, shifted = (
         float(np.sqrt(units(np.square(mine - of), of).mean())) for of in (scale * exact, exact + offset)
     )
-    if multiple <= limit * max(1.0, abs(scale)):  # the noise of a multiple is that multiple of the noise
+    if multiple <= limit * max(1.0, abs(scale)):  # multiplying a number multiplies its noise
         digits = next(digits for digits in range(3, 18) if float(f"{scale:.{digits}g}") != 1 or scale == 1)
         return [f"It is {scale:.{digits}g} times what it should be, everywhere."]
     if shifted <= limit:
@@ -140,7 +141,7 @@ def _tokens(errors: _Errors) -> list[str]:
         return [f"Positions before {first} are right, and all from there on are wrong.", *grown]
     if first > 1 and 2 * len(wrong) > after.sum() and not after.all():
         return [f"Positions before {first} are right; {share} are wrong.", *_growth(errors)]
-    # Position 0 is often right whatever the mistake: it sees no other token and is not turned.
+    # Position 0 is often right whatever the mistake: it sees no other token and is not rotated.
     if set(np.unique(errors.position)) - set(positions) == {0}:
         return _growth(errors) or ["Only position 0 is right."]
     if (
@@ -169,7 +170,7 @@ def _features(errors: _Errors, head_dim: int | None) -> list[str]:
     count = errors.units.shape[1]
     numbers = np.arange(count)
     channels, wrong = errors.wrong(numbers, 1)
-    # In a few tokens, single channels are beyond the limit by chance where all are wrong.
+    # With few tokens, if all channels are wrong, only some may exceed the limit by chance.
     if len(errors.units) >= FEW and 0 < len(wrong) <= min(FEW, len(channels) // 8):
         return [f"Only {_of('channel', wrong)} of {count} {'is' if len(wrong) == 1 else 'are'} wrong."]
     found = []
@@ -184,7 +185,7 @@ def _features(errors: _Errors, head_dim: int | None) -> list[str]:
 
 
 def _shards(errors: _Errors) -> list[str]:
-    """Equal parts of the channels, as few as tell the wrong ones from the right."""
+    """Equal parts of the channels that separate the wrong ones from the right, as few parts as possible."""
     count = errors.units.shape[1]
     divisible = [parts for parts in SHARDS if count % parts == 0 and count >= 4 * parts]
     wrong = {parts: errors.wrong(np.arange(count) // (count // parts), 1)[1] for parts in divisible}

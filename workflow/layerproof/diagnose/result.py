@@ -1,12 +1,15 @@
-"""What results/diagnosis/STAGE.json says of a stage that has no diagnosis."""
+"""The content of results/diagnosis/STAGE.json for a stage without a diagnosis."""
 
 from __future__ import annotations
 
-from typing import Any
+from layerproof.shapes import Diagnosis
 
 SCHEMA_VERSION = 1
 
 
-def undiagnosed(stage: str, reason: str | None = None) -> dict[str, Any]:
-    """The content of results/diagnosis/STAGE.json for a stage that does not fail, or cannot be diagnosed for this reason."""
+def undiagnosed(stage: str, reason: str | None = None) -> Diagnosis:
+    """The content of results/diagnosis/STAGE.json for a stage that does not fail or cannot be diagnosed.
+
+    `reason` says why it cannot be diagnosed.
+    """
     return {"schema_version": SCHEMA_VERSION, "stage": stage, "culprits": [], "together": None, "reason": reason}

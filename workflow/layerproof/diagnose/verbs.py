@@ -5,95 +5,112 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layerproof.diagnose.result import undiagnosed
 from layerproof.errors import StageError
 from layerproof.files import read_json, write_json
-from layerproof.port.verbs import by_ranks
-from layerproof.rerun import jobs
-from layerproof.rerun.command import Verbs, add_job_verb, checkpoint_of, job_of, leave_error, only
+from layerproof.port.verbs import by_ranks, starter
+from layerproof.rerun.command import (
+    Verbs,
+    add_job_verb,
+    leave_tensors_error,
+    of_stage,
+    of_stages,
+    only,
+    run_tasks_in_subprocess,
+    task,
+)
+from layerproof.rerun.job import Job
+from layerproof.rerun.jobs import Task
 from layerproof.tensors import pruning
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_verbs(verbs: Verbs) -> None:
-    """Adds `force` and `diagnose` to the command line."""
-    text = "Runs a stage of the port that fails with the golden's tap in place of each of its own."
+    """Adds `teacher-force` and `diagnose` to the command line."""
+    text = "Runs stages of the port that fail with the golden's tap in place of each of their own."
     files = "comparison", "golden", "weights", "tokens", "config", "previous"
-    add_job_verb(verbs, "force", make_forced, text, *files)
+    add_job_verb(verbs, "teacher-force", teacher_force, text, *files)
     text = "Finds which known mistake a stage that fails behaves like."
     files = "comparison", "golden", "noise", "port", "forced", "weights", "tokens", "config", "previous"
-    add_job_verb(verbs, "diagnose", make_diagnosis, text, *files)
+    add_job_verb(verbs, "diagnose", diagnose, text, *files)
 
 
-def make_forced(args: argparse.Namespace) -> None:
+def teacher_force(args: argparse.Namespace) -> None:
     """A stage that does not fail leaves an empty file: there is nothing to find out."""
-    output = args.outputs[0].absolute()
-    stage = output.stem
-    previous = only(args.previous)
+    start = starter(args)
 
-    def force(output: Path) -> None:  # reads all its files before the port's code runs, which may change the directory
-        from layerproof.model import tokens
-        from layerproof.port import stage as port_stage
-        from layerproof.port.runner import Runner
-        from layerproof.tensors import hdf5
+    def task_of(job: Job) -> Task:
+        comparison, golden, weights = (of_stage(p, job.stage) for p in (args.comparison, args.golden, args.weights))
+        before = only(of_stages(args.previous, job.arguments["fed_by"]))
+        (output,) = of_stages(args.outputs, [job.stage])
+        output = output.absolute()
 
-        golden = hdf5.read_group(args.golden[0], "golden")
-        fed = hdf5.read_stage_input(previous, "golden/out") if previous else None
-        prompts, description = tokens.Tokens.read(args.tokens), read_json(args.weights[0])
-        runner = Runner.start(checkpoint_of(args), prompts, args.spec)
-        port_stage.force_stage(runner, stage, description, fed, golden, output)
+        def force(
+            output: Path,
+        ) -> None:  # reads all its files before the port's code runs, which may change the directory
+            from layerproof.port import stage
+            from layerproof.tensors import hdf5
 
-    def work() -> Mapping[str, Any]:
-        from layerproof.tensors import hdf5
+            taps = hdf5.read_group(golden, "golden")
+            fed = hdf5.read_stage_input(before, "golden/out") if before else None
+            description = read_json(weights)
+            stage.teacher_force_stage(start(), job.stage, description, fed, taps, output)
 
-        if read_json(args.comparison)["status"] == "fail":
-            pruning.require_whole(args.golden)
-            return by_ranks(args, force, output)
-        if not hdf5.is_empty(output):  # an equal output is left alone, and what depends on it
-            hdf5.write(output, {}, attributes={"stage": stage})
-        return {}
+        def work() -> Mapping[str, Any]:
+            from layerproof.tensors import hdf5
 
-    inputs = [args.comparison, *args.golden, *args.weights, args.tokens, args.config, *args.previous]
-    args.apart([(job_of(args, inputs), work)], leave_error)
+            if read_json(comparison)["status"] == "fail":
+                pruning.require_intact([golden])
+                return by_ranks(job.config, args.tokens, force, output)
+            if not hdf5.is_empty(output):  # an equal output is left alone, and what depends on it
+                hdf5.write(output, {}, attributes={"stage": job.stage})
+            return {}
+
+        inputs = [path for path in (comparison, golden, weights, args.tokens, args.config, before) if path]
+        return task(args, job, inputs, work)
+
+    run_tasks_in_subprocess(args, list(map(task_of, args.job)), leave_tensors_error, independent=True)
 
 
-def make_diagnosis(args: argparse.Namespace) -> None:
-    output = args.outputs[0].absolute()
-    stage, previous = args.spec["stage"], only(args.previous)
-
-    def work() -> None:
-        comparison = read_json(args.comparison)
-        nothing = undiagnosed(stage)
-        if comparison["status"] != "fail":
-            if not output.exists() or read_json(output) != nothing:
-                write_json(output, nothing)
-            return
-        import transformers.modeling_utils  # noqa: F401
-
-        pruning.require_whole([*args.golden, *args.port])
-        # Recorded: the dictionary of faults is filled when it is imported, by functions that no other code names.
-        from layerproof.diagnose import diagnose
-        from layerproof.model import tokens
-
-        subject = diagnose.Stage(
-            stage,
-            checkpoint_of(args),
-            {path.stem: read_json(path) for path in args.weights},
-            tokens.Tokens.read(args.tokens),
-            previous and previous.absolute(),
-            args.spec,
-            args.spec["limit"],
+def diagnose(args: argparse.Namespace) -> None:
+    def task_of(job: Job) -> Task:
+        stage, before = job.stage, only(of_stages(args.previous, job.arguments["fed_by"]))
+        comparison, golden, noise, port, forced = (
+            of_stage(paths, stage) for paths in (args.comparison, args.golden, args.noise, args.port, args.forced)
         )
-        files = diagnose.Files(args.golden[0], args.noise[0], args.port[0], args.forced[0])
-        write_json(output, diagnose.diagnose(subject, comparison, files))
+        weights = of_stages(args.weights, [stage, *job.arguments["related"]])
+        (output,) = of_stages(args.outputs, [stage])
+        output = output.absolute()
 
-    def leave_undiagnosed(job: jobs.Job, error: StageError) -> None:
-        write_json(output, undiagnosed(stage, str(error)))
+        def work() -> None:
+            compared = read_json(comparison)
+            nothing = undiagnosed(stage)
+            if compared["status"] != "fail":
+                if not output.exists() or read_json(output) != nothing:
+                    write_json(output, nothing)
+                return
+            pruning.require_intact([golden, port])
+            from layerproof.diagnose import diagnose
+            from layerproof.model.tokens import Tokens
 
-    inputs = [args.comparison, *args.golden, *args.noise, *args.port, *args.forced, *args.weights, args.tokens]
-    job = job_of(args, [*inputs, args.config, *args.previous])
-    args.apart([(job, work)], leave_undiagnosed)
+            subject = diagnose.FailedStage(
+                stage,
+                job.checkpoint,
+                {path.stem: read_json(path) for path in weights},
+                Tokens.read(args.tokens),
+                before and before.absolute(),
+                job.config,
+                job.config.compare.limit,
+            )
+            files = diagnose.Files(golden, noise, port, forced)
+            write_json(output, diagnose.diagnose(subject, compared, files))
+
+        files = comparison, golden, noise, port, forced, *weights, args.tokens, args.config, before
+        return task(args, job, [path for path in files if path], work)
+
+    def leave_undiagnosed(task: Task, error: StageError) -> None:
+        (output,) = task.outputs
+        write_json(output, undiagnosed(task.job.stage, str(error)))
+
+    run_tasks_in_subprocess(args, list(map(task_of, args.job)), leave_undiagnosed, independent=True)

@@ -1,1 +1,1 @@
-"""The process group of a job: a package that depends on torch alone and imports nothing else of Layerproof."""
+"""The process group of a job; this package depends only on torch and imports no other part of Layerproof."""

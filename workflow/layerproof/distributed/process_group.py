@@ -1,7 +1,8 @@
-"""The distributed environment of a job, initialised once and before any model object exists.
+"""The distributed environment of a job, initialised once, before any model object exists.
 
-Address, port, rank and size come from the environment, as torchrun and Ray actors set them; a job started alone is a world
-of one on a free port. Every step leaves a mark per rank in the log, so a hang names the step that a rank never reached.
+Address, port, rank and size come from the environment, as torchrun and Ray actors set them. A job started alone is a
+world of one process on a free port. Every rank logs a mark at every step, so the log of a hang shows the step that a
+rank never reached.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
 
 
 class DistributedError(RuntimeError):
-    """The process group cannot be formed; the message says why, in one line."""
+    """The process group could not be formed; the message says why, in one line."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class Environment:
 def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
     """Initialises torch.distributed for `platform` (`xla`, `cuda`, `xpu` or `cpu`); idempotent.
 
-    `pjrt_device` names the XLA device (`CPU`, `NEURON`, `TPU`); `auto` takes $PJRT_DEVICE, and CPU if it is not set.
+    `pjrt_device` names the XLA device (`CPU`, `NEURON`, `TPU`); `auto` uses $PJRT_DEVICE, or CPU if it is not set.
 
     Raises:
-        DistributedError: if the device is not there or the process group cannot be formed.
+        DistributedError: if the device does not exist or the process group cannot be formed.
     """
     hardware = platform
     if platform == "xla":
@@ -79,27 +80,28 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
 
 
 def world_size() -> int:
-    """The number of ranks of this process's group; 1 if it is in none."""
+    """Returns the number of ranks in this process's group; 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def of_all_ranks[T](value: T) -> list[T]:
-    """What each rank of this process's group has, by rank; values are anything that can be pickled, on any device."""
+    """Gathers the value of each rank in this process's group, by rank; values must pickle and may be on any device."""
     gathered: list[Any] = [None] * world_size()
     dist.all_gather_object(gathered, value, group=dist.new_group(backend=BACKENDS["cpu"]))
     return gathered
 
 
 def is_on_host(pjrt_device: str) -> bool:
-    """Whether the ranks of this environment run on the host without XLA: its client for the CPU knows no other process."""
+    """Whether the ranks run on the host without XLA, because XLA's CPU client does not support several processes."""
     hardware = os.environ.get("PJRT_DEVICE", "CPU") if pjrt_device == "auto" else pjrt_device
     is_pretended = dist.is_initialized() and dist.get_backend() == BACKENDS["xla"]
     return hardware == "CPU" and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not is_pretended
 
 
-def pretend() -> None:
-    """Joins a group of the environment's rank and size without its other ranks, to trace this one's graph on XLA's CPU: as
-    NxD does to compile for all ranks. Collectives are in the graph, and cannot be run.
+def join_fake_group() -> None:
+    """Joins a fake group with the environment's rank and size, to trace this rank's graph on XLA's CPU.
+
+    NxD does the same to compile for all ranks. The graph contains collectives, but cannot run them.
     """
     os.environ["PJRT_DEVICE"] = "CPU"
     import torch_xla.distributed.xla_backend  # noqa: F401 registers the backend
@@ -107,15 +109,16 @@ def pretend() -> None:
     from torch_xla import runtime
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    runtime.world_size = lambda: world_size  # or torch_xla leaves out collectives, having one device
+    runtime.world_size = lambda: world_size  # otherwise torch_xla omits collectives, because it has one device
     runtime.global_ordinal = lambda: rank
     dist.init_process_group(BACKENDS["xla"], rank=rank, world_size=world_size, store=FakeStore())
 
 
 def _schedule_for_memory() -> None:
-    """Has XLA's CPU compiler order operations by the memory that they take.
+    """Makes XLA's CPU compiler order operations so that they need less memory.
 
-    By itself it orders them for many threads: all that can be done at once is, such as widening the weights of all experts.
+    By default it orders them for many threads and does everything possible at once, such as widening the weights of all
+    experts.
     """
     flag = "--xla_cpu_enable_concurrency_optimized_scheduler"
     flags = os.environ.get("XLA_FLAGS", "")
@@ -124,7 +127,7 @@ def _schedule_for_memory() -> None:
 
 
 def _default_environment() -> None:
-    """A world of one process, for jobs that no launcher started."""
+    """Sets up a world of one process for jobs that no launcher started."""
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])

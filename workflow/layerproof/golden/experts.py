@@ -1,8 +1,8 @@
 """Experts functions for transformers' MoE models.
 
-transformers' own loop over the experts that are hit or sort tokens by expert, which a compiler of static graphs cannot take;
-and some of them compute gate and up where a fault cannot reach. They follow transformers' conventions:
-`is_transposed` weights are [experts, in, out], others [experts, out, in].
+transformers' own functions loop over the experts that tokens chose, or sort tokens by expert, which a compiler of
+static graphs cannot do. Some of them also compute gate and up where a fault cannot reach. The functions here follow
+transformers' conventions: `is_transposed` weights are [experts, in, out], others [experts, out, in].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def static_experts_forward(
 ) -> torch.Tensor:
     """Experts' output [tokens, hidden] for hidden states [tokens, hidden] and a choice and weights [tokens, top_k].
 
-    Of fixed shape: every expert sees every token, in one batched product, and unchosen ones are weighted by zero.
+    Shapes are static: every expert computes every token, in one batched product, and unchosen experts get weight zero.
     """
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -39,7 +39,7 @@ def static_experts_forward(
 def expert_by_expert_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The same, one expert after the other; weights are read by expert and in no other way."""
+    """Like `static_experts_forward`, but one expert after the other. It reads weights only by expert."""
     total = torch.zeros_like(hidden_states)
     for expert in range(self.num_experts):
 
@@ -58,7 +58,10 @@ def expert_by_expert_forward(
 def one_expert_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Every token by the first expert: no model, but shapes and memory at their largest of a loop over the experts."""
+    """Runs every token through the first expert.
+
+    The output means nothing, but shapes and memory are the largest that a loop over the experts can reach.
+    """
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(self, name)[0].to(x.dtype)
@@ -68,14 +71,14 @@ def one_expert_forward(
 
 
 def _expert(self: Any, x: torch.Tensor, linear: Any) -> torch.Tensor:
-    """What an expert does between its input and its weight, with `linear(x, name of its weight)`."""
+    """Computes an expert up to its routing weight; `linear(x, name)` multiplies by the weight of that name."""
     inner = self._apply_gate(linear(x, "gate_up_proj")) if self.has_gate else self.act_fn(linear(x, "up_proj"))
     outputs = linear(inner, "down_proj")
     return self.post_expert_norm(outputs) if self.has_post_expert_norm else outputs
 
 
 def register() -> None:
-    """Makes the functions known to transformers as experts implementations."""
+    """Registers the functions with transformers as experts implementations."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts_forward)

@@ -1,4 +1,4 @@
-"""The golden: one stage of the trusted model, in its own dtype and as fp32 truth, from the same input."""
+"""The golden: one stage of the trusted model, in its own dtype and in fp32 as the truth, from the same input."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.modeling_utils import str_to_torch_dtype
 
+from layerproof.config import Config, changed
 from layerproof.errors import UserError
 from layerproof.golden.experts import EXPERT_BY_EXPERT
 from layerproof.golden.transformers_stage import run_stage, stage_module
@@ -31,10 +32,10 @@ Taps = dict[str, hdf5.Tensor]
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device for `golden.device`: `cpu`, `cuda` or `auto` (CUDA where there is one).
+    """The torch device for `golden.device`: `cpu`, `cuda` or `auto` (CUDA if there is any).
 
     Raises:
-        UserError: if CUDA is asked for and there is none.
+        UserError: if the config asks for CUDA and there is none.
     """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
@@ -51,24 +52,27 @@ def make_stage(
     previous_noise: Path | None,
     output: Path,
     noise: Path,
-    settings: Mapping[str, Any],
+    settings: Config,
+    with_taps: bool = True,
     whole: Whole | None = None,
 ) -> None:
-    """Runs a stage of the golden and writes `golden/TAP` in its dtype, `truth/TAP` in fp32 and what it holds of the weights;
-    and to `noise` how far legitimate variants of it are from the truth, in a file of its own, which is no input of the port.
+    """Runs a stage of the golden and writes `golden/TAP` in its dtype and `truth/TAP` in fp32.
 
-    The input is `golden/out` of the previous stage's file: the golden follows its own trajectory, and the truth of every
-    stage starts from the same input. A variant follows its own too, `chained/out` of the noise files: how far it strays is
-    what a chain of a right port may. `settings` are the config's `golden` with `trust_remote_code`, and `compared`, the
-    stages that are: one that only feeds others is run without truth, noise and taps.
+    It also writes how the model stores the weights (`loading.held_by`), and to `noise` how far legitimate variants of
+    the golden are from the truth. That is a file of its own, so that it is not an input of the port.
 
-    With the `whole` model the stage is run where its weights are, and its output is the one that it had when all ran; the
-    file's attribute `alone` is how far off it is alone (relative L2).
+    The input is `golden/out` in the previous stage's file: the golden follows its own trajectory, and the truth of
+    every stage starts from the same input. One variant follows its own trajectory too, `chained/out` in the noise
+    files: it shows how far a correct port may stray in a chain. `settings` contain the config's `golden` and
+    `model.trust_remote_code`. A stage that only feeds others runs without truth, noise and taps (`with_taps` is False).
+
+    With the full model in `whole`, the stage runs where its weights are, and its output is the one from the run of the
+    full model. The file's attribute `alone` is the relative L2 between that output and the one of the stage run alone.
 
     Raises:
         StageError: if weights or input are missing or damaged.
     """
-    device = device_of(whole.model, stage) if whole else resolve_device(settings["device"])
+    device = device_of(whole.model, stage) if whole else resolve_device(settings.golden.device)
     stage_input = hdf5.to_torch(hdf5.read_stage_input(previous, "golden/out")).to(device) if previous else None
     ids, valid = torch.from_numpy(tokens.ids).to(device), torch.from_numpy(tokens.valid).to(device)
 
@@ -76,7 +80,7 @@ def make_stage(
         taps = run_stage(model, stage, stage_input, ids, valid)
         return {name: hdf5.to_array(taps[name]) for name in in_order(taps)}
 
-    dtype = getattr(torch, settings["dtype"])
+    dtype = getattr(torch, settings.golden.dtype)
     model = whole.model if whole else load(stage, directory, description, device, dtype, settings)
     golden = run(model, stage_input)
     attributes: dict[str, Any] = {"stage": stage, "device": _device_name(device)}
@@ -89,7 +93,7 @@ def make_stage(
         with split(model, chained):
             strayed = run(model, chained)[OUT]
     documents = {hdf5.HELD: loading.held_by(model, stage)}
-    if stage not in settings["compared"]:
+    if not with_taps:
         alone = {"golden": {OUT: golden[OUT]}}
         hdf5.write(output, alone, valid=tokens.valid, attributes=attributes, documents=documents)
         write_noise(noise, {}, [], strayed)
@@ -109,10 +113,10 @@ def load(
     description: Mapping[str, Any],
     device: torch.device,
     dtype: torch.dtype,
-    settings: Mapping[str, Any],
+    settings: Config,
     with_others: bool = False,
 ) -> PreTrainedModel:
-    """The golden model with this stage's weights; `with_others` for `load_another`.
+    """Loads the golden model with this stage's weights; `with_others` builds it for `load_another`.
 
     Raises:
         StageError: as `loading.load_stage` does.
@@ -128,21 +132,22 @@ def exact(
     directory: Path,
     description: Mapping[str, Any],
     device: torch.device,
-    settings: Mapping[str, Any],
+    settings: Config,
     with_others: bool = False,
 ) -> PreTrainedModel:
-    """The model that computes the truth of a stage of `model`, which `load` made: fp32, with the same weights.
+    """The model that computes the truth of a stage: fp32, with the same weights as `model`, which `load` returned.
 
-    All experts' weights in one tensor stay as they are and are shared, and widened one expert at a time where they are
-    used: a copy in fp32 would take twice the memory of the whole layer. Of the checkpoint are read again only tensors
-    that `model` holds in a narrower dtype than it does, such as an fp32 router. `with_others` is that of `load`.
+    A tensor with the weights of all experts keeps its dtype and is shared with `model`. Each expert is widened where it
+    is used, because an fp32 copy would take twice the memory of the whole layer. Only tensors that `model` stores in a
+    narrower dtype than the checkpoint, such as an fp32 router, are read from the checkpoint again. `with_others` is
+    that of `load`.
 
     Raises:
         StageError: as `loading.load_stage` does.
     """
-    implementation = settings.get("experts_implementation")
-    implementation = EXPERT_BY_EXPERT if implementation == EXPERT_BY_EXPERT else "eager"
-    eager = {**settings, "experts_implementation": implementation}
+    is_one_by_one = settings.golden.experts_implementation == EXPERT_BY_EXPERT
+    experts_form = EXPERT_BY_EXPERT if is_one_by_one else "eager"
+    eager = changed(settings, golden=changed(settings.golden, experts_implementation=experts_form))
     twin = _meta_model(directory, stage, torch.float32, eager, with_others)
     kept = held(description, model.dtype)
     experts = keep_experts(twin, stage, kept, model.dtype)
@@ -163,7 +168,7 @@ def load_another(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Fills the weights of one more stage into a model that `load` or `exact` made with others; `dtype` is the golden's.
+    """Loads one more stage's weights into a model that `load` or `exact` built `with_others`; `dtype` is the golden's.
 
     Raises:
         StageError: as `loading.load_stage` does.
@@ -173,18 +178,21 @@ def load_another(
 
 
 def _meta_model(
-    directory: Path, stage: str, dtype: torch.dtype, settings: Mapping[str, Any], with_others: bool
+    directory: Path, stage: str, dtype: torch.dtype, settings: Config, with_others: bool
 ) -> PreTrainedModel:
-    names = ("attn_implementation", "experts_implementation")
-    implementations = {name: settings[name] for name in names if settings.get(name)}
-    trust = settings["trust_remote_code"]
+    asked = {
+        "attn_implementation": settings.golden.attn_implementation,
+        "experts_implementation": settings.golden.experts_implementation,
+    }
+    implementations = {name: value for name, value in asked.items() if value}
+    trust = settings.model.trust_remote_code
     if with_others:
         return loading.meta_model(directory, trust, dtype, **implementations)
     return loading.meta_stage(directory, stage, trust, dtype, **implementations)
 
 
 def held(description: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
-    """The parameters and buffers of a stage that a model of this dtype holds as they are on disk."""
+    """The parameters and buffers of a stage that a model of this dtype stores exactly as they are on disk."""
     on_disk: dict[str, set[str]] = {}
     for entry in description.get("tensors", {}).values():
         on_disk.setdefault(entry["parameter"], set()).add(entry["dtype"])
@@ -192,7 +200,7 @@ def held(description: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
     def holds(word: str) -> bool:
         return torch.promote_types(str_to_torch_dtype[word], dtype) == dtype
 
-    # Quantised values are 8 bits wide; what rounds them is their scales, on the golden's side as on the port's.
+    # Quantised values are 8 bits wide. Their scales round them, in the golden as in the port.
     return {name for name, words in on_disk.items() if any(map(_is_quantised, words)) or all(map(holds, words))}
 
 
@@ -203,9 +211,9 @@ def _is_quantised(word: str) -> bool:
 def keep_experts(
     model: PreTrainedModel, stage: str, held: Collection[str], dtype: torch.dtype
 ) -> list[torch.nn.Module]:
-    """The stage's modules that hold all experts in one tensor, as transformers' experts interface has it; in `dtype`.
+    """Converts the stage's modules that store all experts in one tensor to `dtype`, and returns them.
 
-    Left out are those whose weights would be rounded by that.
+    These are modules of transformers' experts interface. Leaves out those whose weights this would round.
     """
     names = {module: name for name, module in model.named_modules()}
     experts = [
@@ -222,7 +230,7 @@ def keep_experts(
 
 @dataclass(frozen=True)
 class _WidenedOnUse:
-    """Stands for a bf16 parameter [experts, ...]; indexing it by expert gives that expert's part in fp32."""
+    """Stands in for a bf16 parameter [experts, ...]; indexing it by expert returns that expert's part in fp32."""
 
     parameter: torch.Tensor
 
@@ -231,10 +239,10 @@ class _WidenedOnUse:
 
 
 def _widen_on_use(experts: torch.nn.Module) -> None:
-    """Lets experts compute in fp32 from bf16 weights, one expert at a time; in place.
+    """Makes experts compute in fp32 from bf16 weights, one expert at a time; in place.
 
-    An fp32 copy of all experts would take twice the memory of the whole layer. The eager experts function of
-    transformers, as ours, reads its weights by expert and in no other way.
+    An fp32 copy of all experts would take twice the memory of the whole layer. transformers' eager experts function and
+    ours read weights by expert and in no other way.
     """
     for name, parameter in list(experts.named_parameters(recurse=False)):
         delattr(experts, name)
@@ -242,14 +250,14 @@ def _widen_on_use(experts: torch.nn.Module) -> None:
 
 
 def widened(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """A parameter or buffer of a loaded module as it is in memory, also where it is widened on use."""
+    """A parameter or buffer of a loaded module as it is in memory, even if it is widened on use."""
     value = getattr(module, name)
     return value.parameter if isinstance(value, _WidenedOnUse) else value.detach()
 
 
 @contextlib.contextmanager
 def with_weights(module: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
-    """Another tensor for a parameter or buffer of a loaded module inside the block."""
+    """Replaces a parameter or buffer of a loaded module inside the block."""
     before = getattr(module, name)
     holder: Any = module._parameters if name in module._parameters else module._buffers
     after: Any = torch.nn.Parameter(value, requires_grad=False) if name in module._parameters else value

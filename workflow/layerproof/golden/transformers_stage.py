@@ -1,8 +1,8 @@
 """One stage of an unmodified transformers model, run by the model's own forward.
 
-The whole causal language model runs, with every stage but one replaced by a pass-through; so masks, positions, rotary
-tables, scalings and whatever depends on the layer's index reach the stage as they do in the whole model, for any
-architecture. The stage's input is put in at its boundary and its output taken there.
+The whole causal language model runs, with every stage but one replaced by a pass-through. So masks, positions, rotary
+tables, scalings and anything else that depends on the layer's index reach the stage as in the whole model, for any
+architecture. The stage's input is put in at its boundary, and its output is read there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODULE_TAPS = {
 }
 """Modules of a transformers decoder layer whose output is a canonical tap."""
 PROJECTION = "self_attn.o_proj"
-"""The one whose input is the context; where it has another name, the attention function's result is."""
+"""The module whose input is the context. If a model lacks it, the attention function's result is the context."""
 
 
 def run_stage(
@@ -55,11 +55,11 @@ def run_stage(
     attention: Callable[[Callable], Callable] | None = None,
     until: str = OUT,
 ) -> dict[str, torch.Tensor]:
-    """Runs one stage and returns its taps, `out` among them; without taps, `out` alone.
+    """Runs one stage and returns its taps, including `out`; without taps, `out` alone.
 
-    `token_ids` is int64 and `valid` bool, both [batch, seq], on the model's device; `stage_input` is the previous stage's
-    output, [batch, seq, hidden], and None for `embed`. Of the model's weights only those of the stage are touched.
-    `forced`, `edits` and `until` are those of `taps.collecting`; `attention` wraps the attention function.
+    `token_ids` is int64 and `valid` bool, both [batch, seq], on the model's device; `stage_input` is the previous
+    stage's output [batch, seq, hidden], or None for `embed`. The run touches no weights except the stage's. `forced`,
+    `edits` and `until` are those of `taps.collecting`; `attention` wraps the attention function.
     """
     parts = parts_of(model)
     layers = cast("nn.ModuleList", model.get_submodule(parts.layers))
@@ -77,7 +77,7 @@ def run_stage(
         else:
             module = stage_module(model, stage)
             feed = _feeder(stage_input)
-            # Before any hook that is there already: what changes the input changes this one.
+            # Runs before existing hooks, since those that change the input must change this one.
             stack.enter_context(hooked(module.register_forward_pre_hook(feed, prepend=True, with_kwargs=True)))
             if layer is not None and with_taps:
                 _add_taps(stack, module, token_ids.shape, attention)
@@ -117,13 +117,13 @@ def _end_with_output(module: nn.Module, args: tuple, output: Any) -> None:
 
 
 def first_of(output: Any) -> torch.Tensor:
-    """The hidden states of what a module returns."""
+    """The hidden states in a module's output."""
     return output[0] if isinstance(output, tuple) else output
 
 
 @contextlib.contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
-    before = module.__dict__.get("forward")  # accelerate has put its own there if it moves what the module needs
+    before = module.__dict__.get("forward")  # accelerate puts its own forward here if it moves what the module needs
     module.forward = forward
     try:
         yield
@@ -136,7 +136,7 @@ def _forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooked(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
-    """A hook that is there inside the block."""
+    """Removes a hook when the block ends."""
     try:
         yield
     finally:
@@ -146,7 +146,7 @@ def hooked(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
 def _add_taps(
     stack: contextlib.ExitStack, layer: nn.Module, shape: torch.Size, attention: Callable[[Callable], Callable] | None
 ) -> None:
-    """Hooks for every canonical tap that the layer has; `shape` is [batch, seq]."""
+    """Adds hooks for every canonical tap that the layer has; `shape` is [batch, seq]."""
     modules = dict(layer.named_modules())
     for path, name in MODULE_TAPS.items():
         if path in modules:
@@ -164,7 +164,7 @@ def _add_taps(
 def _module_tap(name: str, shape: torch.Size) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         tensor = first_of(output)
-        # Some models normalise q and k per head before the heads are moved behind the tokens, some after.
+        # Some models normalise q and k per head before they exchange the dims of heads and tokens, some after.
         dims = (1, 1) if tensor.shape[:2] == shape else (1, 2)
         tensor = _tap_moved(name, tensor, *dims)
         return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
@@ -173,7 +173,7 @@ def _module_tap(name: str, shape: torch.Size) -> Callable:
 
 
 def _context_tap(shape: torch.Size) -> Callable:
-    """What the output projection gets: some models gate or norm first what the attention function gives."""
+    """Taps the input of the output projection: some models first gate or norm the attention function's result."""
 
     def hook(module: nn.Module, args: tuple) -> tuple:
         return (_tap_viewed("attn.context", args[0], shape), *args[1:])
@@ -191,14 +191,15 @@ def _tap_moved(name: str, tensor: torch.Tensor, first: int, second: int) -> torc
 
 
 def _tap_viewed(name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Taps a tensor as [batch, seq, the rest], where `shape` is [batch, seq]."""
+    """Taps a tensor as [batch, seq, rest], where `shape` is [batch, seq]."""
     return tap_as(name, tensor, lambda flat: flat.reshape(*shape, -1), lambda shown: shown.reshape(tensor.shape))
 
 
 @contextlib.contextmanager
 def _attention_taps(wrap: Callable[[Callable], Callable] | None, has_context: bool) -> Iterator[None]:
-    """Taps rotated q and k where transformers calls the attention function, whichever it is; and if it is asked, its result
-    as the context.
+    """Taps rotated q and k where transformers calls the attention function, whichever that is.
+
+    With `has_context`, also taps its result as the context.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -225,10 +226,10 @@ def _attention_taps(wrap: Callable[[Callable], Callable] | None, has_context: bo
 
 
 class _RouterSteps(TorchFunctionMode):
-    """Taps the steps of a router: its product, what sigmoid or softmax gives, and what the top-k is taken of."""
+    """Taps the steps of a router: its product, the result of sigmoid or softmax, and the input of the top-k."""
 
     def __init__(self, num_experts: int, shape: torch.Size) -> None:
-        """`shape` is [batch, seq], which the router's input has lost."""
+        """`shape` is [batch, seq], which the router's input no longer has."""
         super().__init__()
         self.num_experts = num_experts
         self.shape = shape
@@ -262,7 +263,7 @@ def _add_router_taps(stack: contextlib.ExitStack, router: nn.Module, experts: nn
         dense = dense_weights(choice.view(*shape, -1), weights.reshape(*shape, -1), num_experts)
         weighted = tap("router.weights", dense)
         if chosen is ordered and weighted is dense:
-            return None  # the order of the choice is the order of a sum
+            return None  # another order of the choice would change the order of a sum
         chosen = chosen.long()
         return hidden, chosen.flatten(0, 1), weighted.gather(-1, chosen).flatten(0, 1).to(weights.dtype)
 

@@ -1,11 +1,11 @@
-"""The golden run in other ways that are as right as the first: what differs between them is noise, and no mistake.
+"""Ways to run the golden that are as right as the first. Differences between them are noise, not mistakes.
 
 - `implementations`: transformers' other attention and expert functions
-- `stepwise`: softmax, silu and sigmoid as products of single operations, each rounded, as compilers make them; and the
-  weights of chosen experts in the type of the activations from the scores on, as serving libraries have them
-- `split`: besides, every product with a weight as the sum of two halves, each rounded, over a permuted order of the
-  terms, as tensor parallelism and tiling make them
-- `input`: the last bit of one in twelve numbers of the input changed, which is as much as one more rounding
+- `stepwise`: softmax, silu and sigmoid as single operations, each rounded, as compilers build them; and the weights of
+  chosen experts in the dtype of the activations from the scores on, as in serving libraries
+- `split`: `stepwise`, and also every product with a weight as the sum of two halves, each rounded, over a permuted
+  order of the terms, as in tensor parallelism and tiling
+- `input`: the last bit of one in twelve numbers of the input changed, which amounts to one more rounding
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Run = Callable[[torch.Tensor | None], Any]
 
 
 def variants(model: PreTrainedModel, run: Run, stage_input: torch.Tensor | None) -> Iterator[tuple[str, Any]]:
-    """Name and result of `run(stage_input)` in every way that the model has; None is the input of `embed`, a lookup."""
+    """Yields the name and the result of `run(stage_input)` for every variant of the model.
+
+    The input of `embed` is None. It is a lookup, so it has no variants.
+    """
     if stage_input is None:
         return
     attention, experts = _named(model)
@@ -45,14 +48,17 @@ def variants(model: PreTrainedModel, run: Run, stage_input: torch.Tensor | None)
 
 @contextlib.contextmanager
 def split(model: PreTrainedModel, stage_input: torch.Tensor) -> Iterator[None]:
-    """The variant of this name inside the block: of all, the one that differs most from the golden."""
+    """Runs the variant `split` inside the block: of all variants, it differs most from the golden."""
     with _implementations(model, "eager", "eager"), Stepwise(stage_input.dtype), _Split(stage_input.device):
         yield
 
 
 @contextlib.contextmanager
 def _implementations(model: PreTrainedModel, attention: str | None, experts: str | None) -> Iterator[None]:
-    """Another attention and experts function inside the block; None, or what the model has not, leaves it as it is."""
+    """Uses another attention and experts function inside the block.
+
+    None, or a function that the model does not have, leaves the present one in place.
+    """
     before = _named(model)
     _set(model, attention, experts)
     try:
@@ -62,7 +68,7 @@ def _implementations(model: PreTrainedModel, attention: str | None, experts: str
 
 
 def _named(model: PreTrainedModel) -> tuple[str, str]:
-    """The attention and experts function that a model runs with."""
+    """The names of the attention and experts functions that a model runs with."""
     config = cast("Any", model.config.get_text_config())
     return config._attn_implementation or "", config._experts_implementation or ""
 
@@ -75,9 +81,10 @@ def _set(model: PreTrainedModel, attention: str | None, experts: str | None) -> 
 
 
 def last_bits_changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """`x` with one in twelve of its numbers moved to a neighbour of its dtype, up or down at random.
+    """`x` with one in twelve of its numbers moved to a neighbour in its dtype, up or down at random.
 
-    The rms of the change is that of a rounding: a step in one of twelve, where a rounding is uniform over a step.
+    The rms of the change equals that of a rounding: one step in one of twelve numbers, where a rounding is uniform over
+    a step.
     """
     generator = torch.Generator().manual_seed(seed)
     host = x.cpu()
@@ -87,7 +94,7 @@ def last_bits_changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
 
 
 class Stepwise(TorchFunctionMode):
-    """The variant of this name inside the block, where attention and experts are eager; `dtype` is that of activations."""
+    """Runs the variant `stepwise` inside the block, if attention and experts are eager; `dtype` is the activations'."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -117,7 +124,7 @@ class Stepwise(TorchFunctionMode):
 
 
 def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sum along a dim that is kept, in pairs, each sum rounded to the dtype of `x`."""
+    """Sums along a dim, which stays, in pairs; each sum is rounded to the dtype of `x`."""
     while x.shape[dim] > 1:
         half = x.shape[dim] // 2
         first, second, odd = x.split([half, half, x.shape[dim] - 2 * half], dim)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,20 @@ from layerproof.errors import StageError
 from layerproof.files import digest_of, read_json
 from layerproof.golden import transfer
 from layerproof.rerun import jobs
-from layerproof.rerun.command import Verbs, add_job_verb, checkpoint_of, job_of, leave_error, only
+from layerproof.rerun.command import (
+    Verbs,
+    add_job_verb,
+    leave_tensors_error,
+    of_stage,
+    of_stages,
+    only,
+    only_job,
+    run_tasks,
+    run_tasks_in_subprocess,
+    task,
+)
+from layerproof.rerun.job import Job
+from layerproof.rerun.jobs import Task
 from layerproof.rerun.recorder import cached
 from layerproof.rerun.records import Record
 
@@ -21,100 +33,101 @@ if TYPE_CHECKING:
 
 
 def add_verbs(verbs: Verbs) -> None:
-    """Adds `golden`, `take-golden`, `take-preflight` and `store` to the command line."""
+    """Adds `golden`, `export`, `import-golden` and `import-preflight` to the command line."""
     files = "weights", "tokens", "config", "previous", "noise"
-    add_job_verb(verbs, "golden", make_golden, "Runs stages of the golden.", *files)
-    text = "Takes the golden of a stage that another host stored, if it was made from the same."
-    add_job_verb(verbs, "take-golden", take_golden, text, "stored", *files)
-    text = "Takes what was found of the golden's host before it began."
-    add_job_verb(verbs, "take-preflight", take_preflight, text, "stored")
+    text = "Runs stages of the golden, each on the output of the one before."
+    add_job_verb(verbs, "golden", run_golden, text, *files)
+    text = "Imports the golden of a stage that another host exported, if it was made from the same inputs."
+    add_job_verb(verbs, "import-golden", import_golden, text, "exported", *files)
+    text = "Imports what the golden's host found before its first job."
+    add_job_verb(verbs, "import-preflight", import_preflight, text, "exported")
     text = "Packs what a job made, for hosts that share no file system with this one."
-    verb = verbs.add_parser("store", help=text)
-    verb.set_defaults(action=store)
+    verb = verbs.add_parser("export", description=text)
+    verb.set_defaults(action=export)
     verb.add_argument("output", type=Path)
     verb.add_argument("--record", type=Path, required=True, help="of the job")
     verb.add_argument("--weights", type=Path, help="of the stage that the job made: results/weights/STAGE.json")
 
 
-def make_golden(args: argparse.Namespace) -> None:
-    """Stages of the golden, each fed by the one before; of each its taps, and in a second file its noise.
+def run_golden(args: argparse.Namespace) -> None:
+    """Stages of the golden, each fed by the one before: its taps in one file, its noise in a second.
 
-    A whole model is loaded by the first stage that has to run and is all the others'.
+    A full model is loaded by the first stage that must run, for all the others.
     """
-    weights = {path.stem: path for path in args.weights}
-    # Absolute and before anything is loaded, since code that comes with a checkpoint may change the directory.
-    checkpoint, prompts = checkpoint_of(args), args.tokens.absolute()
+    # Absolute and before anything is loaded, because code that comes with a checkpoint may change the directory.
+    prompts = args.tokens.absolute()
 
     @cached
     def start() -> Whole | Exception:
-        """What it fails of is kept, too: it would take as long for the next stage, and fail again."""
+        """A failure is cached as well: the next stage would spend as long and fail the same way."""
         from layerproof.golden import whole
-        from layerproof.model import tokens
+        from layerproof.model.tokens import Tokens
 
+        first = args.job[0]
         try:
-            return whole.Whole.start(checkpoint, tokens.Tokens.read(prompts), args.spec)
+            return whole.Whole.start(first.checkpoint, Tokens.read(prompts), first.config)
         except Exception as error:
             return error
 
-    def make_stage(
-        spec: Mapping[str, Any], weights: Path, before: tuple[Path | None, ...], outputs: tuple[Path, ...]
-    ) -> None:
-        from layerproof.golden import stage as golden_stage
-        from layerproof.model import tokens
+    def task_of(job: Job, before: tuple[Path | None, ...]) -> Task:
+        weights = of_stage(args.weights, job.stage)
+        tensors, noise = of_stages(args.outputs, [job.stage])
+        files = tuple(path and path.absolute() for path in (*before, tensors, noise))
 
-        description, ids = read_json(weights), tokens.Tokens.read(prompts)
-        previous, previous_noise = (path and path.absolute() for path in before)
-        output, noise = (path.absolute() for path in outputs)
-        model = start() if spec["mode"] == "whole" else None
-        if isinstance(model, Exception):
-            raise model
-        files = previous, previous_noise, output, noise
-        golden_stage.make_stage(spec["stage"], checkpoint, description, ids, *files, settings=spec, whole=model)
+        def work() -> None:
+            from layerproof.golden import stage
+            from layerproof.model.tokens import Tokens
 
-    tasks: list[tuple[jobs.Job, jobs.Work]] = []
+            description, ids = read_json(weights), Tokens.read(prompts)
+            model = start() if job.config.golden.mode == "whole" else None
+            if isinstance(model, Exception):
+                raise model
+            with_taps = job.arguments["with_taps"]
+            stage.make_stage(job.stage, job.checkpoint, description, ids, *files, job.config, with_taps, model)  # type: ignore[arg-type]
+
+        inputs = [path for path in (weights, args.tokens, args.config, *before) if path]
+        return task(args, job, inputs, work)
+
+    tasks: list[Task] = []
     before = only(args.previous), only(args.noise)
-    files = zip(args.outputs[: len(args.record)], args.outputs[len(args.record) :], strict=True)
-    for outputs, stamp, record in zip(files, args.stamp, args.record, strict=True):
-        stage = outputs[0].stem
-        compared = [stage] if stage in args.spec["compared"] else []
-        spec = args.spec | {"stage": stage, "compared": compared}
-        inputs = tuple(path for path in (weights[stage], args.tokens, args.config, *before) if path)
-        job = jobs.Job(args.verb, spec, stamp, inputs, outputs, record)
-        tasks.append((job, functools.partial(make_stage, spec, weights[stage], before, outputs)))
-        before = outputs
-    args.apart(tasks, leave_error)
+    for job in args.job:
+        tasks.append(task_of(job, before))
+        tensors, noise = tasks[-1].outputs
+        before = tensors, noise
+    run_tasks_in_subprocess(args, tasks, leave_tensors_error)
 
 
-def store(args: argparse.Namespace) -> None:
+def export(args: argparse.Namespace) -> None:
     transfer.pack(args.output, args.record, args.weights)
 
 
-def take_preflight(args: argparse.Namespace) -> None:
-    jobs.run(job_of(args, [args.stored]), lambda: _made(transfer.unpack(args.stored, args.outputs)))
+def import_preflight(args: argparse.Namespace) -> None:
+    job = only_job(args)
+    run_tasks(args, [task(args, job, [args.exported], lambda: _made(transfer.unpack(args.exported, args.outputs)))])
 
 
-def take_golden(args: argparse.Namespace) -> None:
-    """The golden of a stage as another host stored it, if that had the same to make it from as this one has."""
+def import_golden(args: argparse.Namespace) -> None:
+    """The golden of a stage as another host exported it, if that host had the same inputs as this one."""
+    job = only_job(args)
     (weights,) = args.weights
     before = [*args.previous, *args.noise]
-    own = transfer.Own(weights, args.tokens, args.config, before)
-    job = job_of(args, [args.stored, weights, args.tokens, args.config, *before])
-
+    own = transfer.LocalInputs(weights, args.tokens, args.config, before)
     damaged = read_json(weights).get("error")
 
     def work() -> Mapping[str, Any]:
-        if damaged:  # as the golden's own job has it
+        if damaged:  # as in the golden's own job
             raise StageError(damaged)
-        transfer.check(args.stored, own, args.spec)
-        return _made(transfer.unpack(args.stored, args.outputs))
+        transfer.check(args.exported, own, job)
+        return _made(transfer.unpack(args.exported, args.outputs))
 
-    jobs.run(job, work, functools.partial(leave_error, job) if damaged else None)
+    inputs = [args.exported, weights, args.tokens, args.config, *before]
+    run_tasks(args, [task(args, job, inputs, work)], leave_tensors_error if damaged else None)
 
 
 def _made(record: Record) -> dict[str, Any]:
-    """What a taken job's own record keeps of how it was made; the code that made it counts as the job's own."""
+    """What an importing job's own record keeps of how the golden was made; the code that made it counts as the job's own."""
     made = {
-        "settings": record.spec,
+        "settings": record.job.settings,
         "inputs": record.inputs,
         "outputs": {name: description["sha256"] for name, description in record.outputs.items()},
         "code": digest_of(record.code),

@@ -1,4 +1,4 @@
-"""The whole golden model in one process, spread over devices by accelerate, in place of one stage at a time."""
+"""The full golden model in one process, spread over devices by accelerate, instead of one stage at a time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from accelerate.utils import check_device_map
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from layerproof.config import Config
 from layerproof.errors import UserError, first_line
 from layerproof.golden.transformers_stage import first_of, hooked, stage_module
 from layerproof.model import loading
@@ -22,14 +23,14 @@ from layerproof.model.tokens import Tokens
 
 @dataclass(frozen=True)
 class Whole:
-    """The model, and the output of every stage [batch, seq, ...] on the host from one forward of it."""
+    """The full model, and the output of every stage [batch, seq, ...] on the host from one forward of it."""
 
     model: PreTrainedModel
     outputs: Mapping[str, torch.Tensor]
 
     @classmethod
-    def start(cls, directory: Path, tokens: Tokens, settings: Mapping[str, Any]) -> Whole:
-        """Loads the model as `settings`, the config's `golden`, have it spread over devices, and runs it once.
+    def start(cls, directory: Path, tokens: Tokens, settings: Config) -> Whole:
+        """Loads the model, spread over devices as the config's `golden` says, and runs it once.
 
         Raises:
             UserError: if transformers or accelerate cannot do so.
@@ -39,32 +40,37 @@ class Whole:
         return cls(model, _outputs(model, ids, valid))
 
     def change(self, stage: str, output: torch.Tensor) -> float:
-        """Relative L2 between a stage's output, run alone, and the one that it had in the forward of all."""
+        """Relative L2 between a stage's output when it runs alone and its output in the full model."""
         wanted = self.outputs[stage].double()
         difference = (output.cpu().double() - wanted).norm()
         return float(difference / wanted.norm().clamp_min(1e-300))
 
 
-def _load(directory: Path, settings: Mapping[str, Any]) -> PreTrainedModel:
-    names = ("attn_implementation", "experts_implementation", "offload_folder")
-    options = {name: settings[name] for name in names if settings.get(name)}
-    limits = settings.get("max_memory")
-    quantization = loading.dequantizing(directory, settings["trust_remote_code"])
+def _load(directory: Path, settings: Config) -> PreTrainedModel:
+    golden, trust = settings.golden, settings.model.trust_remote_code
+    asked = {
+        "attn_implementation": golden.attn_implementation,
+        "experts_implementation": golden.experts_implementation,
+        "offload_folder": golden.offload_folder,
+    }
+    options = {name: value for name, value in asked.items() if value}
+    limits = golden.max_memory
+    quantization = loading.dequantizing(directory, trust)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory,
-            dtype=getattr(torch, settings["dtype"]),
-            trust_remote_code=settings["trust_remote_code"],
-            device_map=settings["device_map"],
+            dtype=getattr(torch, golden.dtype),
+            trust_remote_code=trust,
+            device_map=golden.device_map,
             max_memory=limits and {int(name) if name.isdigit() else name: size for name, size in limits.items()},
             quantization_config=quantization,
             **options,
         )
-        if isinstance(settings["device_map"], Mapping):  # transformers does so only where there are several devices
-            check_device_map(model, dict(settings["device_map"]))
+        if isinstance(golden.device_map, Mapping):  # transformers checks this only with several devices
+            check_device_map(model, dict(golden.device_map))
     except (ValueError, RuntimeError, AssertionError, OSError) as error:
         raise UserError(
-            f"config.yaml: golden.device_map: {settings['device_map']}: "
+            f"config.yaml: golden.device_map: {golden.device_map}: "
             f"the whole model cannot be loaded so ({first_line(error)}). "
             "Correct device_map, max_memory or offload_folder, or write golden.mode: streamed."
         ) from error
@@ -73,10 +79,10 @@ def _load(directory: Path, settings: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def _keep_dtypes(model: PreTrainedModel) -> None:
-    """Has offloaded parameters come back in the dtype in which transformers laid them down.
+    """Makes offloaded parameters come back in the dtype in which transformers stored them.
 
-    accelerate casts each to that of the parameter that stands for it, which has the model's dtype also where a checkpoint's
-    own is kept, as of modules that FP8 leaves out.
+    accelerate casts each to the dtype of its placeholder. That is the model's dtype, even where transformers keeps the
+    checkpoint's own, as for modules that FP8 leaves out.
     """
     for prefix, module in model.named_modules():
         weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
@@ -88,7 +94,7 @@ def _keep_dtypes(model: PreTrainedModel) -> None:
             laid_down = dataset.index.get(key, {})
             if key in dataset.state_dict:
                 dtype = dataset.state_dict[key].dtype
-            elif laid_down.get("weight_name") == key:  # else it is still where it was, and has to be cast
+            elif laid_down.get("weight_name") == key:  # otherwise it is still in its original file, and must be cast
                 dtype = getattr(torch, laid_down["dtype"])
             else:
                 continue
@@ -98,7 +104,7 @@ def _keep_dtypes(model: PreTrainedModel) -> None:
 
 
 def device_of(model: PreTrainedModel, stage: str) -> torch.device:
-    """Where a stage runs: where its weights are or, if they are offloaded, where accelerate brings them."""
+    """The device of a stage: that of its weights or, if they are offloaded, the one to which accelerate moves them."""
     for module in stage_module(model, stage).modules():
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if device is not None:
@@ -115,7 +121,7 @@ def _outputs(model: PreTrainedModel, ids: torch.Tensor, valid: torch.Tensor) -> 
 
     layers = cast("nn.ModuleList", model.get_submodule(loading.parts_of(model).layers))
     with contextlib.ExitStack() as stack, torch.no_grad():
-        # What goes into the first layer is the embedding's output with all that the model does to it.
+        # The input of the first layer is the embedding's output, with everything that the model does to it.
         before = layers[0].register_forward_pre_hook(lambda module, args: keep(EMBED, args[0]))
         stack.enter_context(hooked(before))
         for stage in all_stages(len(layers)):

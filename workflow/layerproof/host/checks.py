@@ -1,4 +1,4 @@
-"""What a check of a host says, and what checks look with."""
+"""The result of a check of a host, and helpers that checks share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_HERE = "is not here"
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, how it stands (`ok`, `warn` or `fail`), in words, and what to do if it is not ok."""
+    """What a check looked at, its status (`ok`, `warn` or `fail`), the result in words, and a remedy unless ok."""
 
     name: str
     status: str
@@ -23,7 +23,7 @@ class Check:
 
 
 def refusal(path: Path) -> str | None:
-    """Why no file can be written into a directory that is there or would be made; None if one can."""
+    """Why no file can be written into a directory that exists or would be created; None if one can."""
     try:
         with tempfile.TemporaryFile(dir=existing(path)):
             return None
@@ -32,13 +32,13 @@ def refusal(path: Path) -> str | None:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest directory above it that is there."""
+    """The path, or its nearest existing parent."""
     path = path.absolute()
     return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def run_tool(*command: str) -> tuple[int | None, str]:
-    """Exit code and output of a tool of the driver; None and why, if it cannot be run or does not end."""
+    """Exit code and output of a tool of the driver; None and the reason if it cannot run or does not end."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=False)
     except FileNotFoundError:
@@ -51,6 +51,6 @@ def run_tool(*command: str) -> tuple[int | None, str]:
 
 
 def lines(checks: Iterable[Check]) -> Iterator[str]:
-    """The checks as a person reads them."""
+    """Yields the checks as lines for a person to read."""
     for check in checks:
         yield f"{check.status:4} {check.name}: {check.text}{f'. {check.remedy}' if check.remedy else ''}"

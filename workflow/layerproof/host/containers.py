@@ -13,16 +13,17 @@ from layerproof.rerun.records import describe_output
 
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 OF_THE_IMAGE = "/usr"
-"""Where an image has its own files, which those of the host must not hide."""
+"""The folder of an image's own files, which files of the host must not hide."""
 
 
 def digest(image: str, known: Path) -> str:
-    """The SHA-256 of an image, as `sha256:…`: of a file its content, of one to be pulled what its name ends with.
+    """The SHA-256 of an image, as `sha256:…`.
 
-    The folder `known` keeps that of a file with its size and time, so that gigabytes are read once.
+    For a file, it is that of the content; for an image to pull, the one at the end of its name. The folder `known`
+    stores the digests of files with their size and time, so that gigabytes are read only once.
 
     Raises:
-        UserError: if the image is a file that is not there.
+        UserError: if the image is a file that does not exist.
     """
     if "://" in image:
         return image.rpartition("@")[2]
@@ -41,8 +42,10 @@ def digest(image: str, known: Path) -> str:
 
 
 def arguments(used: Iterable[Path]) -> list[str]:
-    """Arguments of `apptainer exec` with which a container sees these files and directories where the host has them, and
-    the driver of an NVIDIA GPU. The working directory and /tmp are seen anyway.
+    """Arguments of `apptainer exec` for a container that uses these files and directories.
+
+    The container sees them under the host's paths, and also the driver of an NVIDIA GPU. It sees the working directory
+    and /tmp anyway.
     """
     here = Path.cwd()
     folders = {folder for path in used for folder in _folders(path)}
@@ -57,7 +60,7 @@ def arguments(used: Iterable[Path]) -> list[str]:
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    """The directories in which a file, or a directory and its files, are; of links also those in which they end."""
+    """Yields the directories of a file, or of a directory and its files; for links also those of their targets."""
     if path.exists():
         for one in [path, *(path.iterdir() if path.is_dir() else ())]:
             real = Path(os.path.realpath(one))

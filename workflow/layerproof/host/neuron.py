@@ -1,4 +1,4 @@
-"""Whether this host can run a port on Neuron: driver, devices, cores, runtime, libraries, and what its compiler keeps."""
+"""Checks whether this host can run a port on Neuron: driver, devices, cores, runtime, libraries and compile cache."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from layerproof.known_errors import SMALLER_SLICES_REMEDY
 NEURON_TOOLS, NEURON_LIBRARIES = "/opt/aws/neuron/bin", "/opt/aws/neuron/lib"
 NEURON_DRIVER = Path("/sys/module/neuron/version")
 SMALLEST_SLICE = 32
-"""Of an expert's intermediate size on a rank, below which Neuron's descriptor generation (DGE) fails."""
+"""Smallest slice of an expert's intermediate size on a rank: below it, Neuron's descriptor generation (DGE) fails."""
 COMPILE_CACHE = "/var/tmp/neuron-compile-cache"
-"""Where Neuron's compiler keeps what it compiled unless it is told otherwise."""
+"""The default folder in which Neuron's compiler keeps what it compiled."""
 
 
 @dataclass(frozen=True)
 class NeuronDevice:
-    """One entry of neuron-ls: its logical cores, its memory in bytes, and who uses it (`pid command`)."""
+    """One entry of neuron-ls: its logical cores, its memory in bytes, and its users (`pid command`)."""
 
     cores: int
     memory: int
@@ -34,7 +34,10 @@ class NeuronDevice:
 
 
 def check_nxdi(find: Any) -> Iterator[Check]:
-    """Whether NxD Inference is there; `find` gives a module's spec or None, since PyPI has empty packages of that name."""
+    """Checks that NxD Inference is installed.
+
+    `find` returns a module's spec or None. Package names do not suffice: PyPI has empty packages of these names.
+    """
     missing = [name for name in ("neuronx_distributed", "neuronx_distributed_inference") if find(name) is None]
     if missing:
         remedy = (
@@ -46,7 +49,7 @@ def check_nxdi(find: Any) -> Iterator[Check]:
 
 
 def check_neuron(prediction: Mapping[str, Any] | None, environment: Mapping[str, str], ranks: int) -> Iterator[Check]:
-    """Neuron's driver, devices and cores, of which each rank takes one, its runtime, and where it keeps what it compiled."""
+    """Checks Neuron's driver, its devices and cores (one for each rank), its runtime and its compile cache."""
     yield check_driver()
     code, output = run_tool(
         shutil.which("neuron-ls") or f"{NEURON_TOOLS}/neuron-ls", "--json-output", "--show-all-procs"
@@ -57,9 +60,9 @@ def check_neuron(prediction: Mapping[str, Any] | None, environment: Mapping[str,
 
 
 def check_sharding(model: Mapping[str, Any], ranks: int) -> Iterator[Check]:
-    """Whether tensor parallelism of so many ranks fits the model's sizes; `model` is config.json.
+    """Checks that tensor parallelism over this many ranks fits the model's sizes; `model` is config.json.
 
-    Of experts Neuron generates descriptors for slices of at least SMALLEST_SLICE (known_errors.py).
+    For experts, Neuron generates descriptors only for slices of at least SMALLEST_SLICE (known_errors.py).
     """
     text = model.get("text_config") or model
     queries = text.get("num_attention_heads")
@@ -80,7 +83,7 @@ def check_sharding(model: Mapping[str, Any], ranks: int) -> Iterator[Check]:
 
 
 def check_driver() -> Check:
-    """The version of Neuron's kernel module, where the runtime reads it, too."""
+    """Reads the version of Neuron's kernel module from where the runtime reads it, too."""
     try:
         return Check("driver", OK, f"neuron {NEURON_DRIVER.read_text(encoding='ascii').strip()}")
     except OSError:
@@ -89,7 +92,7 @@ def check_driver() -> Check:
 
 
 def check_runtime() -> Check:
-    """Whether Neuron's runtime library is there."""
+    """Checks that Neuron's runtime library exists."""
     runtime = ctypes.util.find_library("nrt") or next(Path(NEURON_LIBRARIES).glob("libnrt.so*"), None)
     if runtime:
         return Check("runtime", OK, f"{runtime}")
@@ -101,7 +104,10 @@ def check_runtime() -> Check:
 def check_neuron_ls(
     code: int | None, output: str, prediction: Mapping[str, Any] | None, environment: Mapping[str, str], ranks: int = 1
 ) -> Iterator[Check]:
-    """What `neuron-ls --json-output --show-all-procs` says, which ended with `code` (None: `output` is why it did not)."""
+    """Checks the output of `neuron-ls --json-output --show-all-procs`, which ended with exit code `code`.
+
+    If `code` is None, neuron-ls did not run, and `output` is the reason.
+    """
     if code is None:
         remedy = "Install aws-neuronx-tools, run in the port container, or see in dmesg whether the driver hangs."
         yield Check("device", FAIL, f"neuron-ls {output}", remedy)
@@ -140,7 +146,7 @@ def check_neuron_ls(
     elif ranks > len(usable):
         text = f"{ranks} ranks, and {len(usable)} cores that they may use"
         yield Check("ranks", FAIL, text, "Write a smaller parallel.tp, or take a larger host.")
-    elif visible and 1 < ranks < len(usable):  # torch_xla gives each rank one of exactly as many
+    elif visible and 1 < ranks < len(usable):  # torch_xla needs exactly as many cores as ranks
         text = f"{ranks} ranks, and NEURON_RT_VISIBLE_CORES={visible} names {len(usable)} cores"
         yield Check("ranks", FAIL, text, "Name as many cores as there are ranks, or unset it.")
     if prediction:
@@ -152,10 +158,10 @@ def check_neuron_ls(
 
 
 def parse_neuron_ls(text: str) -> list[NeuronDevice]:
-    """Devices from `neuron-ls --json-output`, whose `nc_count` are logical cores.
+    """Devices from the output of `neuron-ls --json-output`, where `nc_count` is the number of logical cores.
 
     Raises:
-        UserError: if it is not what neuron-ls writes.
+        UserError: if the text is not output of neuron-ls.
     """
     try:
         return [_device(entry) for entry in json.loads(text)]
@@ -176,7 +182,7 @@ def _device(entry: Mapping[str, Any]) -> NeuronDevice:
 
 
 def _core_numbers(text: str) -> set[int]:
-    """Cores of NEURON_RT_VISIBLE_CORES, such as `0-3,8`; empty if it cannot be read."""
+    """Cores of NEURON_RT_VISIBLE_CORES, such as `0-3,8`; empty if it cannot be parsed."""
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -187,7 +193,10 @@ def _core_numbers(text: str) -> set[int]:
 
 
 def check_compile_cache(environment: Mapping[str, str]) -> Check:
-    """Whether what Neuron compiles can be kept: $NEURON_COMPILE_CACHE_URL, or `--cache_dir` of $NEURON_CC_FLAGS."""
+    """Checks that the folder for what Neuron compiles is writable.
+
+    It is $NEURON_COMPILE_CACHE_URL, or `--cache_dir` of $NEURON_CC_FLAGS.
+    """
     flags = re.search(r"--cache_dir[= ](\S+)", environment.get("NEURON_CC_FLAGS", ""))
     place = environment.get("NEURON_COMPILE_CACHE_URL") or (flags[1] if flags else COMPILE_CACHE)
     if place.startswith("s3://"):

@@ -1,14 +1,15 @@
-"""What a run will take, before it runs: memory of each job, disk of each stage's files, and the machines that have it.
+"""Predicts what a run will need: memory of each job, disk space for each stage's files, and machines that have enough.
 
-Weights are counted from the checkpoint's headers; activations by running each kind of stage on torch's meta device, where
-nothing is computed, under torch's own memory tracker. A port is taken to hold its weights as the golden does, in
-`port.dtype`, and to need no more activations than eager transformers: what its compiler does is not known before it did.
+Weights are counted from the checkpoint's headers, and activations by running each kind of stage on torch's meta device,
+which computes nothing, under torch's own memory tracker. The prediction assumes that a port stores its weights as the
+golden does, in `port.dtype`, and needs no more activations than eager transformers. The memory that its compiler needs
+is unknown before it runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PreTrainedModel
 
+from layerproof.config import Config
 from layerproof.golden import stage as golden_stage
 from layerproof.golden.experts import ONE_EXPERT, STATIC_EXPERTS, register
 from layerproof.golden.transformers_stage import run_stage
@@ -32,7 +34,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of machine: how many devices it has, and the memory of each in bytes."""
+    """A type of machine: its number of devices, and the memory of each in bytes."""
 
     name: str
     devices: int
@@ -49,33 +51,39 @@ NEURON = (
     Machine("trn1.32xlarge, 32 NeuronCores of 16 GiB", 32, 16 * GIB),
     Machine("trn2.48xlarge, 64 logical NeuronCores of 24 GiB", 64, 24 * GIB),
 )
-"""Neuron's cores as its documentation gives them, those of trn2 with two physical cores to a logical one (LNC 2)."""
+"""Neuron's cores according to its documentation; on trn2, a logical core is two physical cores (LNC 2)."""
 
 
 def predict(
-    directory: Path, descriptions: Mapping[str, Mapping[str, Any]], tokens: Tokens, settings: Mapping[str, Any]
+    directory: Path,
+    descriptions: Mapping[str, Mapping[str, Any]],
+    tokens: Tokens,
+    settings: Config,
+    compared: Collection[str],
+    before: Collection[str],
+    chains: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Bytes by stage and of the run, without what a process takes for its imports.
+    """Predicts bytes by stage and for the run, without the memory that a process needs for its imports.
 
-    `settings` are the resolved config's `golden` and `port`, `trust_remote_code`, the stages that are `compared` and those
-    `before` them whose golden alone runs, and how many `chains` run a stage, by stage. Of each stage: `weights` by side, the
-    peak of its `golden` and its `port` job, and `files`, its tensors in results/, of which `kept` are those that stay with
-    `compare.taps: auto` if it passes. Of the run: the largest job of each side, the model's `weights` by side, the `whole`
-    golden in one process, all `files`, what is `kept` if all pass and what is `forced` besides if all fail, and the
-    `machines` that have the memory.
+    `settings` contain dtypes and the port's backend. `compared` names the stages that are compared, and `before` those
+    of which only the golden runs. `chains` maps a stage to the number of chains that run it. Each stage has `weights`
+    by side, the peak of its `golden` and its `port` job, `files`, its tensors in results/, and `kept`, the part of them
+    that stays with `compare.taps: auto` if the stage passes. The run has the largest job of each side, the model's
+    `weights` by side, the full golden in one process (`whole`), all `files`, `kept` if all stages pass, `forced`, which
+    is needed in addition if all fail, and `machines`, with whether their memory suffices.
 
     Raises:
         UserError: as `loading.meta_model` does.
     """
     register()
-    dtype, port_dtype = (getattr(torch, settings[side]["dtype"]) for side in ("golden", "port"))
-    trust = settings["trust_remote_code"]
+    dtype, port_dtype = (getattr(torch, side.dtype) for side in (settings.golden, settings.port))
+    trust = settings.model.trust_remote_code
 
     def model(dtype: torch.dtype, experts: str) -> PreTrainedModel:
         return loading.meta_model(directory, trust, dtype, attn_implementation="eager", experts_implementation=experts)
 
     trusted, exact = model(dtype, ONE_EXPERT), model(torch.float32, ONE_EXPERT)
-    ported = model(port_dtype, STATIC_EXPERTS if settings["port"]["backend"] == "transformers" else ONE_EXPERT)
+    ported = model(port_dtype, STATIC_EXPERTS if settings.port.backend == "transformers" else ONE_EXPERT)
     known: dict[Any, list[Activations]] = {}
     stages = {}
     forced = 0
@@ -87,7 +95,7 @@ def predict(
         own = loading.parameters_of(trusted, stage)
         kind = (layer_of(stage) is not None or stage, *(tuple(tensor.shape) for tensor in own.values()))
         if kind not in known:
-            with Stepwise(dtype):  # the variant that holds most
+            with Stepwise(dtype):  # the variant that needs the most memory
                 variant = activations(trusted, stage, tokens.ids.shape)
             known[kind] = [variant, *(activations(one, stage, tokens.ids.shape) for one in (exact, ported))]
         run, truth, port = known[kind]
@@ -101,13 +109,13 @@ def predict(
         largest = max(map(checkpoint.bytes_on_disk, description["tensors"].values()), default=0)
         ported_weights = _bytes(loading.parameters_of(ported, stage).values())
         files = kept = 0
-        if stage in settings["compared"]:
-            outs = run.out + settings["chains"].get(stage, 0) * port.out  # of the noise, and of the chains
+        if stage in compared:
+            outs = run.out + chains.get(stage, 0) * port.out  # in the noise file, and in the chains
             files = run.taps + truth.taps + port.taps + outs
             kept = run.out + truth.out + port.out + outs
             forced += port.taps
-        elif stage in settings["before"]:
-            files = kept = 2 * run.out  # with the noise
+        elif stage in before:
+            files = kept = 2 * run.out  # golden and noise
         stages[stage] = {
             "weights": {"golden": weights, "port": ported_weights},
             "golden": weights + max(largest, run.taps * (1 + variants) + max(run.peak, twin + truth.peak)),
@@ -133,14 +141,14 @@ def predict(
 
 
 def _is_tied(descriptions: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether the model's head is its embedding, which a model that is loaded whole has once."""
+    """Whether the model's head is its embedding, which the full model stores only once."""
     embed, head = (set(descriptions.get(stage, {}).get("tensors", ())) for stage in (EMBED, LM_HEAD))
     return bool(embed & head)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a stage's taps and of its output, and the most that it holds at a time besides its weights."""
+    """Bytes of a stage's taps and of its output, and its peak memory without its weights."""
 
     taps: int
     out: int
@@ -148,7 +156,7 @@ class Activations:
 
 
 def activations(model: PreTrainedModel, stage: str, shape: tuple[int, ...]) -> Activations:
-    """Runs a stage of a `loading.meta_model` on token ids of this shape, [batch, seq]."""
+    """Measures the activations of a stage of a `loading.meta_model` for token ids of this shape, [batch, seq]."""
     hidden = model.config.get_text_config().hidden_size
     with torch.device("meta"):
         ids, valid = torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
@@ -161,8 +169,11 @@ def activations(model: PreTrainedModel, stage: str, shape: tuple[int, ...]) -> A
 
 
 def machines(prediction: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each known machine and the side that runs there: whether the largest job of one stage fits one device, whether the
-    whole model fits them all (the golden with its activations, of the port the weights), and on how many it would.
+    """Whether the run fits each known machine, for the side that runs there.
+
+    `stage` says whether the largest job of one stage fits one device, and `whole` whether the whole model fits all
+    devices: the golden with its activations, or only the weights of the port. `devices` is the number of devices that
+    the whole model needs.
     """
     weights = prediction["weights"]["port"]
     rows = [

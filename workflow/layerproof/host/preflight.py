@@ -1,7 +1,7 @@
-"""Whether this host can run a side, told before hours are spent on it: devices, memory, versions, disk, checkpoint.
+"""Checks whether this host can run a side before it spends hours on it: devices, memory, versions, disk, checkpoint.
 
-A check fails if the side as a whole cannot run. What only some stages would stumble over, or what is only predicted, is a
-warning: the run goes on and tells by stage.
+A check fails if the side as a whole cannot run. A problem of only some stages, or one that is only predicted, is a
+warning: the run continues and reports it by stage.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from layerproof.config import Config, Golden
 from layerproof.errors import StageError, UserError, first_line
 from layerproof.files import read_json, size
 from layerproof.host.checks import FAIL, NOT_HERE, OK, WARN, Check, existing, refusal, run_tool
@@ -29,19 +30,19 @@ from layerproof.host.neuron import check_neuron, check_nxdi, check_sharding
 from layerproof.model import checkpoint
 
 IMPORTS = 1 << 30
-"""Bytes that a process takes for its imports, more than was measured (`make bench`)."""
+"""Bytes that a process needs for its imports, more than was measured (`make bench`)."""
 BESIDE_FILES = 16_000_000, 1.05
-"""What plots, logs, records and statistics take, too: bytes of a small run, and times the tensors that are to be written."""
+"""Disk space for plots, logs, records and statistics: bytes of a small run, and a factor for tensors still to write."""
 LIBRARIES = {
-    # accelerate: for FP8, and the whole model
+    # accelerate: for FP8, and the full model
     "golden": ("torch", "transformers", "accelerate", "safetensors", "h5py"),
     "port": ("torch", "torch-xla", "safetensors", "h5py"),
     "neuron": ("torch-neuronx", "libneuronxla", "neuronx-cc"),
 }
 NO_GPU = 6
-"""Exit code of nvidia-smi, by its manual, where what is asked for is not there."""
+"""Exit code of nvidia-smi, by its manual, if the requested device does not exist."""
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Of accelerate: they fill GPUs and leave the rest to the host. Other maps place everything as they are written."""
+"""accelerate's strategies, which fill GPUs and leave the rest to the host. Other maps place everything as written."""
 
 
 @dataclass(frozen=True)
@@ -59,62 +60,60 @@ class Gpu:
 
 
 def check_side(
-    side: str, config: Mapping[str, Any], directory: Path, results: Path, prediction: Mapping[str, Any] | None
+    side: str, config: Config, directory: Path, results: Path, prediction: Mapping[str, Any] | None
 ) -> list[Check]:
     """Every check of a side, `golden` or `port`, on this host.
 
-    `config` is resolved, `directory` the checkpoint; without the content of results/prediction.json nothing is said of
-    whether memory and disk suffice.
+    `config` is resolved, and `directory` is the checkpoint. Without `prediction`, the content of
+    results/prediction.json, the checks do not judge memory and disk space.
     """
     check_host = check_golden_host if side == "golden" else check_port_host
     whole = check_checkpoint(directory)
     is_sharded = side == "port" and whole.status != FAIL and directory.exists()
     return [
         *check_host(config, prediction, _available_memory()),
-        *(check_sharding(checkpoint.read_config(directory), config["parallel"]["tp"]) if is_sharded else ()),
+        *(check_sharding(checkpoint.read_config(directory), config.parallel.tp) if is_sharded else ()),
         check_disk(results, prediction, shutil.disk_usage(existing(results)).free),
         whole,
     ]
 
 
-def check_golden_host(
-    config: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int
-) -> Iterator[Check]:
-    """Libraries, GPU and host memory, of which `available` bytes are free."""
-    golden = config["golden"]
+def check_golden_host(config: Config, prediction: Mapping[str, Any] | None, available: int) -> Iterator[Check]:
+    """Checks libraries, GPU and host memory, of which `available` bytes are free."""
+    golden = config.golden
     yield from check_libraries("golden", False, _installed, _required)
     gpus, problem = ([], "") if _is_on_host(golden) else _gpus()
     yield from check_golden_device(golden, prediction, gpus, problem)
-    if golden["mode"] == "whole":
+    if golden.mode == "whole":
         yield check_whole_memory(golden, prediction, available, gpus)
     else:
         yield check_memory("golden", prediction, available)
 
 
-def check_port_host(config: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int) -> Iterator[Check]:
-    """Libraries, Neuron where the port runs on it, and host memory, of which `available` bytes are free."""
-    port = config["port"]
-    device = os.environ.get("PJRT_DEVICE", "CPU") if port["device"] == "auto" else port["device"]
-    on_neuron = device == "NEURON" or port["compile"] == "neuron"
+def check_port_host(config: Config, prediction: Mapping[str, Any] | None, available: int) -> Iterator[Check]:
+    """Checks libraries, Neuron if the port runs on it, and host memory, of which `available` bytes are free."""
+    port = config.port
+    device = os.environ.get("PJRT_DEVICE", "CPU") if port.device == "auto" else port.device
+    on_neuron = device == "NEURON" or port.compile == "neuron"
     yield from check_libraries("port", on_neuron, _installed, _required)
     if not on_neuron:
-        yield Check("device", OK, f"XLA's {device}; port.device is {port['device']}")
-    if port["backend"] == "nxdi":
+        yield Check("device", OK, f"XLA's {device}; port.device is {port.device}")
+    if port.backend == "nxdi":
         yield from check_nxdi(find_spec)
-    elif device == "CPU" and port["dtype"] == "float16":
+    elif device == "CPU" and port.dtype == "float16":
         text = "XLA on the CPU sums products of float16 in float16, ten times as far off as one rounding: stages fail by it"
         yield Check("dtype", WARN, text, "Write port.dtype: bfloat16 or float32 on this device.")
     if on_neuron:
-        yield from check_neuron(prediction, os.environ, config["parallel"]["tp"])
-    yield check_memory("port", prediction, available, config["parallel"]["tp"])
+        yield from check_neuron(prediction, os.environ, config.parallel.tp)
+    yield check_memory("port", prediction, available, config.parallel.tp)
 
 
 def check_libraries(
     side: str, on_neuron: bool, installed: Callable[[str], str | None], required: Callable[[str], Iterable[Requirement]]
 ) -> Iterator[Check]:
-    """Versions of what the side imports, and whether they are those that the packages themselves ask for.
+    """Checks the packages that a side imports: their versions, and whether these meet the packages' own requirements.
 
-    Of a package `installed` gives the version, None if it is not there, and `required` what it needs.
+    `installed` returns the version of a package, or None if it is missing; `required` returns its requirements.
     """
     names = [*LIBRARIES[side], *(LIBRARIES["neuron"] if on_neuron else ())]
     versions = {name: installed(name) for name in names}
@@ -133,7 +132,7 @@ def check_libraries(
         if (there := installed(one.name)) is not None and not _is_in(one.specifier, there)
     ]
     torch, xla = (_parsed(versions.get(name)) for name in ("torch", "torch-xla"))
-    if torch and xla and torch.release[:2] != xla.release[:2]:  # which torch-xla does not ask for
+    if torch and xla and torch.release[:2] != xla.release[:2]:  # torch-xla does not require this itself
         unfit.append(f"torch-xla {xla} was built for another torch than {torch}")
     if unfit:
         yield Check("versions", WARN, "; ".join(unfit), remedy)
@@ -147,7 +146,10 @@ def _installed(name: str) -> str | None:
 
 
 def _required(name: str) -> list[Requirement]:
-    """What an installed package needs here, with torch where it can do without, and without what cannot be understood."""
+    """The requirements of an installed package on this host.
+
+    Includes those of its extra `torch`, and leaves out those that cannot be parsed.
+    """
     asked = []
     for text in metadata.requires(name) or ():
         with contextlib.suppress(InvalidRequirement):
@@ -156,7 +158,7 @@ def _required(name: str) -> list[Requirement]:
 
 
 def _parsed(version: str | None) -> Version | None:
-    """None of a number that a packager made up."""
+    """A version, or None for a number that a packager made up."""
     try:
         return Version(version or "")
     except InvalidVersion:
@@ -164,15 +166,18 @@ def _parsed(version: str | None) -> Version | None:
 
 
 def _is_in(wanted: SpecifierSet, version: str) -> bool:
-    """A build before a release, as vendors have them, counts as the release; what cannot be compared is taken for good."""
+    """Whether a version meets a requirement.
+
+    A vendor's build before a release counts as the release. A version that cannot be compared counts as good.
+    """
     there = _parsed(version)
     return there is None or any(wanted.contains(one, prereleases=True) for one in (there, there.base_version))
 
 
 def check_golden_device(
-    golden: Mapping[str, Any], prediction: Mapping[str, Any] | None, gpus: Sequence[Gpu], problem: str
+    golden: Golden, prediction: Mapping[str, Any] | None, gpus: Sequence[Gpu], problem: str
 ) -> Iterator[Check]:
-    """The GPU of the golden, where one is asked for or there; `problem` says why nvidia-smi names none."""
+    """Checks the golden's GPU, if one is requested or exists; `problem` says why nvidia-smi names none."""
     import torch
 
     key, places = _asked(golden)
@@ -206,8 +211,8 @@ def check_golden_device(
             yield _fits_gpus(golden, gpus, prediction)
 
 
-def _fits_gpus(golden: Mapping[str, Any], gpus: Sequence[Gpu], prediction: Mapping[str, Any]) -> Check:
-    if golden["mode"] == "whole":
+def _fits_gpus(golden: Golden, gpus: Sequence[Gpu], prediction: Mapping[str, Any]) -> Check:
+    if golden.mode == "whole":
         needed, has, what = prediction["whole"], sum(_room(golden, gpus)), "the whole model"
         if needed > has and _is_left_to_the_host(golden, needed - has):
             return Check("device memory", OK, f"{size(has)}; the rest of {size(needed)} is left to the host")
@@ -219,52 +224,55 @@ def _fits_gpus(golden: Mapping[str, Any], gpus: Sequence[Gpu], prediction: Mappi
     return Check("device memory", OK if needed <= has else WARN, text, None if needed <= has else remedy)
 
 
-def _is_left_to_the_host(golden: Mapping[str, Any], left: int) -> bool:
-    """Whether the config has accelerate keep so many bytes off the GPUs, as only its strategies do. What they do unasked is
-    slow, and worth a warning.
+def _is_left_to_the_host(golden: Golden, left: int) -> bool:
+    """Whether the config makes accelerate keep this many bytes off the GPUs, as only its strategies do.
+
+    If they do so without being asked, it is slow, and worth a warning.
     """
-    if golden["device_map"] not in STRATEGIES:
+    if golden.device_map not in STRATEGIES:
         return False
     limit = _host_limit(golden)
-    return bool(golden["offload_folder"]) or (limit is not None and left <= limit)
+    return bool(golden.offload_folder) or (limit is not None and left <= limit)
 
 
-def _host_limit(golden: Mapping[str, Any]) -> int | None:
-    """Bytes that golden.max_memory leaves the host, by which only accelerate's strategies go."""
-    limit = (golden["max_memory"] or {}).get("cpu")
-    if limit is None or golden["device_map"] not in STRATEGIES:
+def _host_limit(golden: Golden) -> int | None:
+    """Bytes that golden.max_memory allows the host. Only accelerate's strategies respect it."""
+    limit = (golden.max_memory or {}).get("cpu")
+    if limit is None or golden.device_map not in STRATEGIES:
         return None
     from accelerate.utils import convert_file_size_to_int
 
     return convert_file_size_to_int(limit)
 
 
-def _asked(golden: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The key that says where the golden runs, and what it names."""
-    key = "device_map" if golden["mode"] == "whole" else "device"
-    return key, _places(golden[key])
+def _asked(golden: Golden) -> tuple[str, list[str]]:
+    """The key that says where the golden runs, and the places that it names."""
+    key = "device_map" if golden.mode == "whole" else "device"
+    return key, _places(golden.device_map if golden.mode == "whole" else golden.device)
 
 
-def _is_on_host(golden: Mapping[str, Any]) -> bool:
+def _is_on_host(golden: Golden) -> bool:
     return set(_asked(golden)[1]) <= {"cpu", "disk"}
 
 
 def _places(device_map: str | Mapping[str, str | int]) -> list[str]:
-    """Strategies and devices that `golden.device` or `golden.device_map` names."""
+    """The strategies and devices in `golden.device` or `golden.device_map`."""
     return [device_map] if isinstance(device_map, str) else [str(place) for place in device_map.values()]
 
 
 def _gpu_number(place: str) -> int | None:
-    """1 of cuda:1 and of 1, 0 of cuda; None of what is no GPU, as cpu, disk and strategies."""
+    """1 for cuda:1 and for 1, 0 for cuda; None for anything but a GPU, such as cpu, disk and strategies."""
     match = re.fullmatch(r"cuda|(?:cuda:)?(\d+)", place)
     return int(match[1] or 0) if match else None
 
 
-def _room(golden: Mapping[str, Any], gpus: Sequence[Gpu]) -> list[int]:
-    """Bytes that the whole model may take of each GPU: what is free, of those that device_map names or, if it is a strategy,
-    of all within max_memory, which then names all that accelerate uses.
+def _room(golden: Golden, gpus: Sequence[Gpu]) -> list[int]:
+    """Bytes that the full model may use on each GPU: its free memory, if device_map names the GPU.
+
+    If device_map is a strategy, it is the free memory of every GPU within max_memory, which then names all that
+    accelerate uses.
     """
-    places, limits = _places(golden["device_map"]), golden["max_memory"]
+    places, limits = _places(golden.device_map), golden.max_memory
     named = {_gpu_number(place) for place in places} - {None}
     if named or _is_on_host(golden):
         return [gpu.free if number in named else 0 for number, gpu in enumerate(gpus)]
@@ -277,7 +285,7 @@ def _room(golden: Mapping[str, Any], gpus: Sequence[Gpu]) -> list[int]:
 
 
 def _gpus() -> tuple[list[Gpu], str]:
-    """GPUs by nvidia-smi, of those that CUDA may use, and if it names none, why."""
+    """The GPUs that nvidia-smi lists and CUDA may use; if it lists none, the reason."""
     query = ["--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     code, output = run_tool("nvidia-smi", *query, *([f"--id={visible}"] if visible else []))
@@ -291,7 +299,8 @@ def _gpus() -> tuple[list[Gpu], str]:
 def parse_nvidia_smi(text: str) -> list[Gpu]:
     """GPUs from `nvidia-smi --query-gpu=name,memory.total,memory.used,driver_version --format=csv,noheader,nounits`.
 
-    Memory is in MiB there; what a card does not tell, as `[N/A]` on machines that share memory with the host, is 0.
+    Memory is in MiB there. A value that a card does not report is 0, such as `[N/A]` on machines that share memory with
+    the host.
     """
     number = r"(\d+|\[.*\])"
     rows = (re.fullmatch(rf"(.+), {number}, {number}, (\S+)", line.strip(), re.ASCII) for line in text.splitlines())
@@ -303,7 +312,7 @@ def _mib(text: str) -> int:
 
 
 def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int, ranks: int = 1) -> Check:
-    """Host memory against the side's largest job, of which each rank may convert the whole stage."""
+    """Checks host memory against the side's largest job, in which each rank may convert the whole stage."""
     if not prediction:
         return _not_predicted(available)
     needed = ranks * (prediction[side] + IMPORTS)
@@ -319,12 +328,15 @@ def _not_predicted(available: int) -> Check:
 
 
 def check_whole_memory(
-    golden: Mapping[str, Any], prediction: Mapping[str, Any] | None, available: int, gpus: Sequence[Gpu]
+    golden: Golden, prediction: Mapping[str, Any] | None, available: int, gpus: Sequence[Gpu]
 ) -> Check:
-    """Host memory against what GPUs have no room for of the whole model; with golden.offload_folder the rest goes there."""
+    """Checks host memory against the part of the full model that does not fit on the GPUs.
+
+    With golden.offload_folder, the rest goes there.
+    """
     import torch
 
-    if "disk" in _places(golden["device_map"]) and not golden["offload_folder"]:
+    if "disk" in _places(golden.device_map) and not golden.offload_folder:
         text = "golden.device_map leaves weights on the disk, and golden.offload_folder names no folder"
         return Check("memory", FAIL, text, "Give golden.offload_folder a folder, or write cpu in place of disk.")
     if not prediction:
@@ -334,19 +346,19 @@ def check_whole_memory(
     text = f"the whole model is predicted to take {size(needed)} of {size(available)} available on the host"
     limit = _host_limit(golden)
     left = max(0, prediction["weights"]["golden"] - on_gpus)
-    if limit is not None and left > limit and not golden["offload_folder"]:
-        allowed = golden["max_memory"]["cpu"]
+    if limit is not None and left > limit and not golden.offload_folder:
+        allowed = (golden.max_memory or {})["cpu"]
         text = f"{size(left)} of weights have no place on GPUs, and golden.max_memory leaves the host {allowed}"
         return Check("memory", FAIL, text, "Give golden.offload_folder a folder, or a larger golden.max_memory.")
     if needed <= available:
         return Check("memory", OK, text)
-    if golden["offload_folder"]:
-        return Check("memory", OK, f"{text}; what is left over goes to {golden['offload_folder']}")
+    if golden.offload_folder:
+        return Check("memory", OK, f"{text}; what is left over goes to {golden.offload_folder}")
     return Check("memory", WARN, text, "Give golden.offload_folder a folder, or write golden.mode: streamed.")
 
 
 def _available_memory() -> int:
-    """Bytes that a process may still take: of the host, or of a control group that a scheduler put it in."""
+    """Bytes that a process may still use: of the host, or of a control group that a scheduler put it in."""
     try:
         membership = Path("/proc/self/cgroup").read_text(encoding="ascii")
     except OSError:
@@ -355,8 +367,10 @@ def _available_memory() -> int:
 
 
 def left_in_groups(membership: str, root: Path) -> Iterator[int]:
-    """Bytes that the control group of a process, and each one above it, leaves it; what the kernel would take back counts
-    as left. `membership` is /proc/PID/cgroup, `root` where control groups of version 2 are mounted.
+    """Yields the bytes that a process's control group, and each one above it, has left.
+
+    Memory that the kernel would reclaim counts as left. `membership` is /proc/PID/cgroup, and `root` is where control
+    groups of version 2 are mounted.
     """
     own = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), None)
     if own is None:
@@ -365,7 +379,7 @@ def left_in_groups(membership: str, root: Path) -> Iterator[int]:
     for group in (folder, *folder.parents):
         if not group.is_relative_to(root):
             return
-        with contextlib.suppress(OSError, ValueError, KeyError):  # no limit is `max`; the first group has none
+        with contextlib.suppress(OSError, ValueError, KeyError):  # `max` means no limit; the first group has none
             limit = int((group / "memory.max").read_text(encoding="ascii"))
             stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
             used = int((group / "memory.current").read_text(encoding="ascii")) - int(stat["inactive_file"])
@@ -373,10 +387,10 @@ def left_in_groups(membership: str, root: Path) -> Iterator[int]:
 
 
 def require_slurm() -> None:
-    """Checks that jobs can be handed to Slurm from here. Without it Snakemake's plugin waits, or fails job after job.
+    """Checks that this host can submit jobs to Slurm. If it cannot, Snakemake's plugin waits, or fails job after job.
 
     Raises:
-        UserError: if its commands or its controller are not there.
+        UserError: if Slurm's commands or its controller are not there.
     """
     code, output = run_tool("sinfo", "--noheader")
     if code is None:
@@ -388,7 +402,7 @@ def require_slurm() -> None:
 
 
 def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -> Check:
-    """Whether results/ can be written, and has room for what it does not hold yet, also if stages fail."""
+    """Checks that results/ can be written, and has room for everything that is not in it yet, even if stages fail."""
     if why := refusal(results):
         text = f"{results} cannot be written ({why})"
         return Check("disk", FAIL, text, "Make it a directory, or a link to one, that you may write to.")
@@ -406,18 +420,18 @@ def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -
 
 
 def _taken(results: Path, stage: str) -> int:
-    """Bytes of the stage's files that the prediction counts and that are there."""
+    """Bytes of the stage's files that the prediction counts and that exist."""
     folders = [*(results / folder for folder in ("golden", "noise", "port")), *results.glob("chain/*")]
     paths = (folder / f"{stage}.h5" for folder in folders)
     return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def check_checkpoint(directory: Path) -> Check:
-    """A config.json, every shard as long as its header says, every tensor of the index in one; contents are for the digests
-    to tell. What no stage can do without fails, what some stages can is a warning.
+    """Checks for a config.json, every shard as long as its header says, and every tensor of the index in one of them.
+
+    The digests cover the contents. A problem that stops every stage is a failure; one that some stages survive is a
+    warning.
     """
-    if str(directory) == checkpoint.DEFAULT and not directory.exists():
-        return Check("checkpoint", OK, f"{directory}, which the workflow will make")
     try:
         checkpoint.num_layers(checkpoint.read_config(directory))
         names = checkpoint.shards(directory)
@@ -445,6 +459,6 @@ def check_checkpoint(directory: Path) -> Check:
 
 
 def _of_checkpoint(status: str, errors: Sequence[str]) -> Check:
-    """What is wrong with it, of which the last sentence of an error is the remedy."""
+    """The check for these errors. The last sentence of an error is its remedy."""
     text, _, remedy = errors[0].rpartition(". ")
     return Check("checkpoint", status, text + (f"; {len(errors)} shards in all" if len(errors) > 1 else ""), remedy)

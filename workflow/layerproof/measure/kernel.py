@@ -1,7 +1,7 @@
 """All sums of a comparison over one block of a tap, in one compiled pass.
 
-Elements are read once and each token's numbers stay in the processor's cache, where numpy would go through memory some
-sixty times. Everything is fp64, summed token by token.
+The pass reads each element once and keeps a token's numbers in the processor's cache; numpy would go through memory
+some sixty times. All sums are fp64 and accumulate token by token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-if not os.access(Path(__file__).parent, os.W_OK):  # as in a container: compiled code is kept where jobs may write
+if not os.access(Path(__file__).parent, os.W_OK):  # in a container: cache compiled code where jobs may write
     os.environ.setdefault("NUMBA_CACHE_DIR", str(Path.cwd() / ".layerproof/numba"))
 
 import numba
@@ -22,20 +22,22 @@ from layerproof.measure.groups import CLOSE_ABSOLUTE, CLOSE_RELATIVE, PATTERN_BI
 from layerproof.tensors.tensor import FLOAT32_MAX, bf16_ulp
 
 SPREADS = ("abs", "rel", "port", "golden", "ulp")
-"""Numbers whose spread is gathered: |port - golden|, that relative to the golden, |port - truth|, |golden - truth| and the
-steps between port and golden.
+"""Quantities whose distribution we collect.
+
+In this order: |port - golden|, |port - golden| / |golden|, |port - truth|, |golden - truth|, and the number of
+representable steps between port and golden.
 """
 ABS, REL, PORT, GOLDEN, ULP = range(len(SPREADS))
 
 LANES = 4
-"""Counters of each bin, taken in turn: adding to the one that was just added to waits for it, and many errors are alike."""
+"""Counters per bin, used in turn: many errors are alike, and adding twice in a row to the same counter stalls."""
 
 BF16_STEPS = bf16_ulp(np.ldexp(1.0, np.arange(2047) - 1023))
-"""The step of bf16 by the biased exponent of a finite fp64 number."""
+"""The bf16 step for each biased exponent of a finite fp64 number."""
 
 
 class Constants(NamedTuple):
-    """Those of metrics.py: numba would keep compiled code with the old ones after an edit there, were they not arguments."""
+    """Constants of other modules, passed as arguments: numba does not recompile this file when those modules change."""
 
     close: tuple[float, float] = (CLOSE_ABSOLUTE, CLOSE_RELATIVE)
     largest_ratio: float = R_MAX
@@ -45,17 +47,17 @@ class Constants(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is summed over a tap's valid tokens [tokens] and its channels [features]; fp64 where nothing else is said.
+    """Sums over a tap's valid tokens [tokens] and its channels [features]; fp64 unless stated otherwise.
 
     counts: int64 [features], token_counts: int64 [tokens]: elements compared
-    channels: [4, features], tokens: [4, tokens]: sums of the squares of `metrics.error_squares`
+    channels: [4, features], tokens: [4, tokens]: sums of `groups.error_squares`
     unit_channels: [features], unit_tokens: [tokens]: sums of the port's squared errors in units of the noise
-    bins: int64 [5, PATTERN_BINS * LANES]: by SPREADS, counts over the top bits of fp32 patterns, in LANES beside each other
-    spreads: [5, 4]: by SPREADS, how many are zero, their sum, the smallest but 0 and the largest
+    bins: int64 [5, PATTERN_BINS * LANES]: by SPREADS, counts over the top bits of fp32 patterns, LANES counters per bin
+    spreads: [5, 4]: by SPREADS, the number of zeros, the sum, the smallest value above 0 and the largest
     moments: [6]: count, means of port and golden, and their centred second moments pp, pg, gg
-    first: [2]: the first element of port and of golden; varied: int64 [2], how many differ from it
-    totals: [3]: squares of the truth, squares of port - golden, elements that are close
-    worst: [6]: the largest |port - truth|; number of its token, channel, port, golden and truth
+    first: [2]: the first element of port and of golden; varied: int64 [2], how many elements differ from it
+    totals: [3]: squares of the truth, squares of port - golden, number of close elements
+    worst: [6]: the largest |port - truth|, then its token number, channel, port, golden and truth
     """
 
     counts: np.ndarray
@@ -74,7 +76,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def zero(cls, tokens: int, features: int) -> Sums:
-        """Of nothing yet."""
+        """Returns empty sums."""
         return cls(
             counts=np.zeros(features, np.int64),
             token_counts=np.zeros(tokens, np.int64),
@@ -92,7 +94,7 @@ class Sums(NamedTuple):
         )
 
     def spread(self, name: str) -> tuple[int, float, float, np.ndarray, np.ndarray]:
-        """Of one of SPREADS how many are zero, their sum, the largest, the bins in use, 0 first, and their counts."""
+        """Returns the number of zeros, sum, maximum, used bins (0 first) and their counts for one of SPREADS."""
         kind = SPREADS.index(name)
         zeros, total, lowest, largest = self.spreads[kind].tolist()
         bounds = np.minimum([lowest, largest], FLOAT32_MAX).astype(np.float32).view(np.int32)
@@ -110,12 +112,12 @@ class Sums(NamedTuple):
         patterns: Sequence[np.ndarray] | None,
         noise: tuple[np.ndarray, np.ndarray, float] | None,
     ) -> bool:
-        """Adds a block of valid tokens, and returns whether all of its elements are finite.
+        """Adds a block of valid tokens and returns whether all of its elements are finite.
 
-        `numbers` int64 [rows] are the tokens' numbers, `kept` bool [rows] those to compare. `values` are port, golden and
-        truth [rows, features]: fp32, fp64, or uint16, the bits of bf16; `patterns` the bits of port and golden as signed
-        integers of their width, None if their dtypes differ; `noise` is that of tokens [tokens], of channels [features]
-        and of rounding.
+        `numbers` int64 [rows] are the token numbers; `kept` bool [rows] marks the tokens to compare. `values` are port,
+        golden and truth [rows, features], each fp32, fp64, or uint16 with the bits of bf16. `patterns` are the bits of
+        port and golden as signed integers of the same width, or None if their dtypes differ. `noise` is the noise of
+        tokens [tokens], of channels [features], and of rounding.
         """
         token, channel, rounding = noise or (self.unit_tokens, self.unit_channels, 0.0)
         return _add(
@@ -134,7 +136,7 @@ class Sums(NamedTuple):
 
 @numba.njit(cache=True, error_model="numpy")
 def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_patterns, noise, has_noise):
-    """`Sums.add`. The loops below write one array each: those a compiler turns into vector instructions."""
+    """Does the work of `Sums.add`. Each loop below writes only one array, so the compiler can vectorise it."""
     rows, features = values[0].shape
     p, g, x = np.empty(features), np.empty(features), np.empty(features)
     keep = np.empty(features, np.bool_)
@@ -179,7 +181,7 @@ def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_pattern
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_values(values, are_bits, single, exact):
-    """A token's elements as fp64; bf16 is the upper half of fp32."""
+    """Converts a token's elements to fp64; bf16 is the upper half of fp32."""
     if are_bits:
         patterns = single.view(np.uint32)
         for c in range(len(exact)):
@@ -193,7 +195,10 @@ def _set_values(values, are_bits, single, exact):
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_finite(largest, p, g, x, keep):
-    """Which elements are finite in all three, and how many. The others become 0, which adds nothing to sums of errors."""
+    """Finds the elements that are finite in all three tensors and returns their number.
+
+    The other elements become 0, which adds nothing to sums of errors.
+    """
     found = 0
     for c in range(len(keep)):
         keep[c] = (abs(p[c]) <= largest) & (abs(g[c]) <= largest) & (abs(x[c]) <= largest)
@@ -208,7 +213,7 @@ def _set_finite(largest, p, g, x, keep):
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_squares(steps, p, g, x, of_port, of_golden, of_rounding, expected):
-    """`metrics.error_squares` of a token."""
+    """Computes `groups.error_squares` of a token."""
     patterns = x.view(np.int64)
     for c in range(len(x)):
         of_port[c] = (p[c] - x[c]) * (p[c] - x[c])
@@ -217,7 +222,7 @@ def _set_squares(steps, p, g, x, of_port, of_golden, of_rounding, expected):
     for c in range(len(x)):
         expected[c] = steps[(patterns[c] >> 52) & 0x7FF]
     for c in range(len(x)):
-        rounded = np.rint(x[c] / expected[c]) * expected[c] - x[c]  # 0 is given the step of the smallest numbers
+        rounded = np.rint(x[c] / expected[c]) * expected[c] - x[c]  # for x = 0, the step of the smallest numbers
         of_rounding[c] = rounded * rounded
     for c in range(len(x)):
         expected[c] = expected[c] * expected[c] / 12 if x[c] != 0 else 0.0
@@ -225,7 +230,7 @@ def _set_squares(steps, p, g, x, of_port, of_golden, of_rounding, expected):
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_units(constants, of_token, of_channel, rounding, squares, expected, units):
-    """A token's squared errors in units of the noise."""
+    """Computes a token's squared errors in units of the noise."""
     most = constants.largest_ratio * constants.largest_ratio
     for c in range(len(units)):
         unit = squares[c] / ((of_token * of_channel[c] + rounding * expected[c]) / 2)
@@ -235,11 +240,11 @@ def _set_units(constants, of_token, of_channel, rounding, squares, expected, uni
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_errors(constants, p, g, x, of_both, relative, of_port, of_golden):
-    """Errors of a token of which the spread is wanted, but for the steps."""
+    """Computes the SPREADS of a token, except the steps."""
     for c in range(len(p)):
         of_both[c] = abs(p[c] - g[c])
     for c in range(len(p)):
-        # Where the golden is zero any other value is wholly wrong: divided by itself, it counts 1.
+        # Where the golden is zero, any other value is entirely wrong: its relative error is 1.
         reference = abs(g[c]) if g[c] != 0 else abs(p[c])
         quotient = of_both[c] / reference if reference > 0 else 0.0
         relative[c] = quotient if quotient < constants.largest else constants.largest
@@ -251,27 +256,31 @@ def _set_errors(constants, p, g, x, of_both, relative, of_port, of_golden):
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_steps(port, golden, keep, steps):
-    """Steps between floats by their patterns: in the order of values neighbours are one apart, -0 and +0 are both 0."""
+    """Counts the representable steps between port and golden from their bits.
+
+    Neighbouring floats are one step apart; -0 and +0 are both 0.
+    """
     lowest = np.int64(np.iinfo(port.dtype).min)
     for c in range(len(port)):
         a, b = np.int64(port[c]), np.int64(golden[c])
         a, b = a if a >= 0 else lowest - a, b if b >= 0 else lowest - b
-        # unsigned, since two fp64 can be more than 2^63 steps apart
+        # unsigned, because two fp64 can be more than 2^63 steps apart
         apart = np.uint64(a) - np.uint64(b) if a > b else np.uint64(b) - np.uint64(a)
         steps[c] = np.float64(apart) if keep[c] else 0.0
 
 
 @numba.njit(cache=True, error_model="numpy")
 def _add_spread(spread, bins, constants, values, left_out, single):
-    """Counts values by their fp32 patterns, for which they are rounded in `single`. Of the zeros `left_out` stand for
-    elements that are not compared.
+    """Counts values by their fp32 patterns, using `single` as scratch space for the rounded values.
+
+    `left_out` of the zeros stand for elements that are not compared, so the counts exclude them.
     """
     patterns = single.view(np.uint32)
     _look_through(values, spread)
     spread[0] -= left_out
     for c in range(len(values)):
         single[c] = min(values[c], constants.largest)
-    # Unsigned, or each would be looked at for being an index from the end.
+    # Unsigned, so that numba does not check each index for being negative.
     shift, lanes, in_turn = np.uint32(constants.shift), np.uint32(LANES), len(values) // LANES * LANES
     for start in range(0, in_turn, LANES):
         for lane in range(LANES):
@@ -283,15 +292,16 @@ def _add_spread(spread, bins, constants, values, left_out, single):
 
 @numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
 def _look_through(values, spread):
-    """Adds numbers that are not negative to `Sums.spreads` of one kind. They have the order of their bits, which a compiler
-    can compare side by side.
+    """Adds non-negative numbers to `Sums.spreads` of one kind.
+
+    Non-negative floats sort like their bits, and the compiler can vectorise comparisons of integers.
     """
     patterns, bits = values.view(np.uint64), spread.view(np.uint64)
     zeros, total, lowest, largest = 0, 0.0, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(0)
     for c in range(len(values)):
         zeros += patterns[c] == 0
         total += values[c]
-        lowest = min(lowest, patterns[c] - np.uint64(1))  # of 0 the largest that there is
+        lowest = min(lowest, patterns[c] - np.uint64(1))  # 0 wraps to the largest integer
         largest = max(largest, patterns[c])
     spread[0] += zeros
     spread[1] += total
@@ -326,7 +336,9 @@ def _set_worst(sums, number, p, g, x, keep, errors):
 
 @numba.njit(cache=True, error_model="numpy")
 def _add_moments(sums, p, g, keep, found):
-    """Centred within each token, since raw sums of squares cancel where the mean is large against the spread.
+    """Merges a token's moments, centred within the token.
+
+    Raw sums of squares would cancel where the mean is large compared with the spread.
 
     Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
@@ -350,7 +362,7 @@ def _add_moments(sums, p, g, keep, found):
 
 @numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
 def _add_to(totals, values):
-    """Adds values to totals, element by element, and returns their sum."""
+    """Adds values to totals element by element and returns the sum of the values."""
     total = 0.0
     for c in range(len(values)):
         totals[c] += values[c]
@@ -360,7 +372,10 @@ def _add_to(totals, values):
 
 @numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
 def _look_at_both(p, g, keep, port_first, golden_first):
-    """Sums of a token's elements, of which those that are not kept are 0, and how many of them differ from the first."""
+    """Returns the sums of a token's elements, and how many kept elements differ from the first one.
+
+    Elements that are not kept are 0 already.
+    """
     port_total = golden_total = 0.0
     port_varied = golden_varied = 0
     for c in range(len(keep)):
@@ -373,7 +388,7 @@ def _look_at_both(p, g, keep, port_first, golden_first):
 
 @numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
 def _centred(p, g, keep, port_mean, golden_mean):
-    """Sums of the squares and products of what is kept, less the means."""
+    """Returns the sums of squares and products of the kept elements, after subtracting the means."""
     pp = pg = gg = 0.0
     for c in range(len(p)):
         a = p[c] - port_mean if keep[c] else 0.0

@@ -1,4 +1,4 @@
-"""Agreement of two models' logits: what a user of the model would notice."""
+"""How well two models' logits agree, in terms that a user of the model would notice."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ CHUNK_ELEMENTS = 1 << 20
 def compare_logits(port: Tensor, golden: Tensor, valid: np.ndarray) -> dict[str, Any] | None:
     """Compares logits [batch, seq, vocabulary] at the tokens that `valid` [batch, seq] marks, in fp64.
 
-    Returns kl: {mean, max} of KL(golden || port) in nats; top_k: mean share of the golden's TOP_K tokens that are among
-    the port's; argmax: share of tokens with the same most likely token; greedy: by prompt, the token that each side would
-    write after it, and whether all agree. None if the shapes differ or a logit is not finite.
+    Returns None if the shapes differ, if no token is valid or if a logit is not finite; otherwise
+        kl: {mean, max} of KL(golden || port) in nats
+        top_k: {k, shared}, where shared is the mean share of the golden's TOP_K tokens that are also in the port's
+        argmax: share of positions where both sides predict the same most likely token
+        greedy: the token that each side would generate after each prompt, and whether all of them are equal
     """
     if port.shape != golden.shape or not valid.any():
         return None

@@ -1,8 +1,8 @@
-"""Compare one tap of the port with the golden and the truth, and judge it.
+"""Compares one tap of the port with the golden and the truth, and judges it.
 
-A tap is laid out [batch, seq, features...]. Port and golden are bf16, fp16 or fp32, the truth is fp32. Everything is
-computed in one pass over chunks of tokens, in fp64, so the memory needed does not grow with batch or seq, except for
-one number per token. All results are JSON-ready: `None` stands where a number is undefined, never NaN or Inf.
+A tap has the layout [batch, seq, features...]. Port and golden are bf16, fp16 or fp32; the truth is fp32. One pass over
+chunks of tokens computes everything in fp64, so memory does not grow with batch or seq, except for one number per
+token. Results can be written as JSON: an undefined number is `None`, never NaN or Inf.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from layerproof.measure.groups import (
     noise_ratio,
     unit_ratio,
 )
-from layerproof.measure.rule import LIMIT, fixed_thresholds, reason_to_fail
+from layerproof.measure.rule import LIMIT, excess, fixed_thresholds, reason_to_fail
 from layerproof.tensors.tensor import (
     CHUNK_ELEMENTS,
     FLOAT32_MAX,
@@ -58,66 +58,66 @@ def compare(
     experts: np.ndarray | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> dict[str, Any]:
-    """All metrics of one tap, in one pass. The tensors are [batch, seq, features...], valid is bool [batch, seq].
+    """Computes all metrics of one tap, in one pass. Tensors are [batch, seq, features...]; valid is bool [batch, seq].
 
-    Tokens that are not valid (padding) are left out of everything but `padding`. Valid tokens that are `left_out`, bool
-    [batch, seq], count in `nonfinite` alone: what differs there is known and excused. Elements that are not finite in all
-    three tensors are counted in `nonfinite` and left out of the rest. (A value beyond the range of fp32 is not finite.)
-    Errors are fp64 differences. Indices are lists, [b, s, ...] of the tensor. `None` is an undefined value.
+    Tokens that are not valid (padding) count only in `padding`. Valid tokens in `left_out`, bool [batch, seq], count
+    only in `nonfinite`: their differences are known and excused. Elements that are not finite in all three tensors also
+    count only in `nonfinite`. (A value beyond the range of fp32 is not finite.) Errors are fp64 differences. Indices
+    are lists, [b, s, ...] of the tensor. `None` is an undefined value.
 
-    With `noise` R of groups is the rms of errors in units of the noise at their token and channel. `experts`, bool
-    [batch, seq, experts], tells which token goes to which.
+    With `noise`, R of a group is the rms of its errors in units of the noise at their token and channel. `experts`,
+    bool [batch, seq, experts], marks the experts that each token goes to.
 
-    A tap of floats gives:
+    The result for a tap of floats:
         kind: "float"
         dtype: {port, golden, truth}
         count: elements compared
         R: rms(port - truth) / max(rms(golden - truth), floor)
-        R_port_rms, R_golden_rms, floor: its parts. The floor is the rms error of rounding the truth to bf16; where the
-            golden and this rounding are both exact, the rms of ulp_bf16(truth) / sqrt(12)
+        R_port_rms, R_golden_rms, floor: the parts of R. The floor is the rms error of rounding the truth to bf16; where
+            the golden and this rounding are both exact, it is the rms of ulp_bf16(truth) / sqrt(12)
         abs, rel: {max, mean, median} of |port - golden| and of |port - golden| / |golden|. Where the golden is zero,
-            rel is 0 if the port is zero too and else 1; rel never exceeds the fp32 range
+            rel is 0 if the port is zero too, otherwise 1; rel never exceeds the fp32 range
         close: share of elements with |port - golden| <= 1e-3 + 1e-2 |golden|
-        cosine, pearson: of port and golden; None if one of them is zero, or constant for pearson
+        cosine, pearson: between port and golden; None if one of them is zero or, for pearson, constant
         rel_l2: norm(port - golden) / norm(golden)
         snr_db: 20 log10(norm(golden) / norm(port - golden)); None if either norm is zero
-        scale, offset: least squares port = scale * golden + offset; None if the golden is constant
-        ulp: {max, mean, median} distance of port and golden in steps of their dtype; None if their dtypes differ
+        scale, offset: least-squares fit of port = scale * golden + offset; None if the golden is constant
+        ulp: {max, mean, median} distance between port and golden in steps of their dtype; None if their dtypes differ
         golden_rel_l2: norm(golden - truth) / norm(truth)
-        worst_element: {index, port, golden, truth} where |port - truth| is largest
-        token_R: [batch][seq]; None at padding and where no element is finite
+        worst_element: {index, port, golden, truth} at the largest |port - truth|
+        token_R: [batch][seq]; None at padding and at tokens without a finite element
         worst_token: {index, R}
         block_R: R of at most 64 equal contiguous blocks of the flattened features (the last may be shorter)
         worst_block: {index, R, channels: [from, to)}
-        head_R, worst_head: [heads] and {index, R} of a tap [batch, seq, heads, dim], else None
-        expert_R, worst_expert: [experts] and {index, R} over the tokens of each expert, None without experts
+        head_R, worst_head: [heads] and {index, R} for a tap [batch, seq, heads, dim], otherwise None
+        expert_R, worst_expert: [experts] and {index, R} over the tokens of each expert; None without experts
         band: the noise's bands by kind of group (noise.py); weighted_R: rms of the port's errors, each in units of the
-            noise at its token and channel. Both None without noise
+            noise at its token and channel. Both are None without noise
         nonfinite: {port, golden, truth: {nan, inf, first}, port_differs, reference_differs: {count, first, port,
             golden, truth}}. port_differs: the port is not finite and the truth is not the same NaN, Inf or -Inf.
             reference_differs: the port is finite and the golden or the truth is not. Both describe their first element
-        histogram: {log10_edges, port, golden, exact: {port, golden}}: counts of |port - truth| and |golden - truth|;
-            what lies beyond the edges is counted in the first or last bin, zeros apart in exact
+        histogram: {log10_edges, port, golden, exact: {port, golden}}: counts of |port - truth| and |golden - truth|.
+            The first and last bin include values beyond the edges; exact counts the zeros separately
         qq: {probability, port, golden}: quantiles of |port - truth| and |golden - truth|
-        padding: {count, R, rel_l2, abs_max} of the tokens that are not valid, None if all are valid
-        fixed: {max_abs, mean_abs, close, cosine, pearson}: whether the fixed thresholds in common use hold
+        padding: {count, R, rel_l2, abs_max} of the tokens that are not valid; None if all are valid
+        fixed: {max_abs, mean_abs, close, cosine, pearson}: whether the commonly used fixed thresholds hold
 
-    Medians, quantiles and the histogram come from counts over the top bits of the fp32 pattern of the errors, rounded
-    down by less than 0.1 % (below 2^-126, by less than 2^-136). The median of an even count is the mean of the two
-    middle values; quantiles are not interpolated (numpy's method "lower").
+    Medians, quantiles and the histogram come from counts over the top bits of the errors' fp32 patterns, rounded down
+    by less than 0.1 % (below 2^-126, by less than 2^-136). The median of an even count is the mean of the two middle
+    values; quantiles are not interpolated (numpy's method "lower").
 
-    A tap of integers or booleans gives:
+    The result for a tap of integers or booleans:
         kind: "exact"
         dtype: {port, golden, truth}
         count: elements compared; tokens: tokens compared
         R: None
-        mismatches: {port_golden, port_truth, golden_truth}: tokens with any element that differs
-        share: the same as shares of the tokens
-        first: the same, each the index of the first element that differs, or None
+        mismatches: {port_golden, port_truth, golden_truth}: number of tokens with any element that differs
+        share: the same pairs, as shares of the tokens
+        first: the same pairs, each with the index of the first element that differs, or None
 
     Raises:
         ShapeMismatch: if the shapes differ.
-        DtypeMismatch: if floats are compared with integers or booleans, or integers with booleans.
+        DtypeMismatch: if one tensor is float and another integer or boolean, or one integer and another boolean.
         ValueError: if valid is not bool [batch, seq].
 
     Source: R is the three-way comparison of docs/verdicts.md.
@@ -139,17 +139,24 @@ def judge(
     noise: Noise | None = None,
     experts: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """`compare`, with `status` ("pass" or "fail") and `reason` (a sentence, None for a pass) added.
+    """Runs `compare` and adds the outcome.
 
-    These fail whatever R is: another shape or kind of dtype (the metrics are then those of an empty comparison), NaN or
-    Inf in the port where the truth has not the same, NaN or Inf in the golden or the truth where the port is finite,
-    and nothing to compare. Then floats pass if weighted_R is at most limit * band and R of the worst token, block, head
-    and expert at most limit * GROUP_LIMIT * band; without bands, if R <= limit. Integers and booleans pass if the tokens
-    in which the port differs from the truth are no more than limit times those in which the golden does plus
-    EXACT_ALLOWANCE of them all.
+    Adds `status` ("pass" or "fail"), `reason` (a sentence, None for a pass) and `excess` (R in units of the allowed R,
+    as in `rule.excess`).
+
+    A tap fails regardless of R if
+    - its shape or kind of dtype differs (the metrics are then those of an empty comparison),
+    - the port is NaN or Inf where the truth is not the same,
+    - the golden or the truth is NaN or Inf where the port is finite, or
+    - there is nothing to compare.
+
+    Otherwise floats pass if weighted_R is at most limit * band, and R of the worst token, block, head and expert at
+    most limit * GROUP_LIMIT * band. Without bands they pass if R <= limit. Integers and booleans pass if the number of
+    tokens where the port differs from the truth is at most limit times the number where the golden does, plus
+    EXACT_ALLOWANCE of all tokens (at least one token).
 
     Raises:
-        ValueError: if valid is not bool [batch, seq]; that is no fault of the port.
+        ValueError: if valid is not bool [batch, seq]; the port cannot cause that.
     """
     try:
         result = compare(port, golden, truth, valid, left_out, noise, experts)
@@ -157,7 +164,8 @@ def judge(
     except (ShapeMismatch, DtypeMismatch) as mismatch:
         result = _comparison(port, golden, truth, valid, left_out, None, None).result()
         reason = str(mismatch)
-    return {"status": "fail" if reason else "pass", "reason": reason, **result}
+    status = "fail" if reason else "pass"
+    return {"status": status, "reason": reason, "excess": excess(result, limit), **result}
 
 
 def _check(port: Tensor, golden: Tensor, truth: Tensor, valid: np.ndarray) -> None:
@@ -183,20 +191,20 @@ def _divide(numerator: float, denominator: float) -> float | None:
 
 
 def _correlation(products: np.ndarray) -> float | None:
-    """Cosine of two series from their sums of products [2, 2]; None if one of them is zero."""
+    """Returns the cosine of two series from their sums of products [2, 2]; None if one series is zero."""
     cosine = _divide(products[0, 1], math.sqrt(products[0, 0]) * math.sqrt(products[1, 1]))
     return None if cosine is None else min(max(cosine, -1.0), 1.0)
 
 
 def _listed(values: np.ndarray) -> list[Any]:
-    """An array as nested lists, with None for NaN."""
+    """Converts an array to nested lists, with None for NaN."""
     listed = values.astype(object)
     listed[np.isnan(values)] = None
     return listed.tolist()
 
 
 def _worst(ratios: np.ndarray) -> dict[str, Any] | None:
-    """{index, R} of the first largest R, the index a list if there are several dims; None if all are NaN."""
+    """Returns {index, R} of the first largest R; index is a list if there are several dims. None if all are NaN."""
     if np.isnan(ratios).all():
         return None
     index = [int(i) for i in np.unravel_index(np.nanargmax(ratios), ratios.shape)]
@@ -205,8 +213,9 @@ def _worst(ratios: np.ndarray) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Spread:
-    """Largest, mean and quantiles of non-negative numbers; quantiles from `counts` over the top bits of fp32 patterns, the
-    `bins`, in their order, 0 first.
+    """Largest, mean and quantiles of non-negative numbers.
+
+    Quantiles come from `counts` over `bins`, the top bits of fp32 patterns in ascending order, 0 first.
     """
 
     count: int
@@ -223,34 +232,34 @@ class _Spread:
     def summary(self) -> dict[str, float | None]:
         if not self.count:
             return {"max": None, "mean": None, "median": None}
-        low, high = self._ranked([(self.count - 1) // 2, self.count // 2])
+        low, high = self._order_statistics([(self.count - 1) // 2, self.count // 2])
         return {"max": self.largest, "mean": self.total / self.count, "median": low + (high - low) / 2}
 
     def quantiles(self) -> list[float | None]:
         if not self.count:
             return [None] * len(PROBABILITIES)
-        return self._ranked([math.floor(p * (self.count - 1)) for p in PROBABILITIES])
+        return self._order_statistics([math.floor(p * (self.count - 1)) for p in PROBABILITIES])
 
     def decades(self) -> list[int]:
-        """Counts of the numbers other than zero between LOG10_EDGES."""
+        """Counts the non-zero numbers between LOG10_EDGES."""
         counts = self.counts.copy()
         counts[0] -= self.zeros
         decade = np.searchsorted(10.0**LOG10_EDGES, _from_pattern(self.bins), side="right") - 1
         decade = np.clip(decade, 0, len(LOG10_EDGES) - 2)
         return np.bincount(decade, weights=counts, minlength=len(LOG10_EDGES) - 1).astype(int).tolist()
 
-    def _ranked(self, ranks: list[int]) -> list[Any]:
-        """The values with these ranks, 0 being the smallest."""
+    def _order_statistics(self, ranks: list[int]) -> list[Any]:
+        """Returns the values at these positions in ascending order; position 0 is the smallest."""
         return _from_pattern(self.bins[np.searchsorted(np.cumsum(self.counts), ranks, side="right")]).tolist()
 
 
 def _from_pattern(bins: np.ndarray) -> np.ndarray:
-    """The smallest fp32 of each bin, as fp64: exact for numbers of few bits, such as most errors of bf16."""
+    """Returns the smallest fp32 of each bin, as fp64: exact for numbers with few bits, such as most bf16 errors."""
     return (bins.astype(np.uint32) << PATTERN_SHIFT).view(np.float32).astype(np.float64)
 
 
 class _Nonfinite:
-    """NaN and Inf at valid tokens, by tensor, and where the tensors disagree about them."""
+    """Counts of NaN and Inf at valid tokens, by tensor, and the places where the tensors disagree about them."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -259,7 +268,7 @@ class _Nonfinite:
         self.disagreements = {"port_differs": dict(nothing), "reference_differs": dict(nothing)}
 
     def add(self, tokens: np.ndarray, values: dict[str, np.ndarray], finite: dict[str, np.ndarray]) -> None:
-        """Tokens are flat numbers [tokens]; values fp64 and finite bool, [tokens, features], by tensor."""
+        """Adds tokens with flat numbers [tokens]; values are fp64 and finite bool, [tokens, features], by tensor."""
         for name, seen in self.tensors.items():
             nan = np.isnan(values[name])
             seen["nan"] += int(np.count_nonzero(nan))
@@ -283,7 +292,7 @@ class _Nonfinite:
 
 
 def _element(shape: tuple[int, ...], tokens: np.ndarray, features: int, position: int) -> list[int]:
-    """Index in the tensor of a flat position in a chunk [tokens, features] of the tokens with these flat numbers."""
+    """Returns the tensor index of a flat position in a chunk [tokens, features]; `tokens` are flat token numbers."""
     token, channel = divmod(position, features)
     return [int(i) for i in np.unravel_index(int(tokens[token]) * features + channel, shape)]
 
@@ -299,7 +308,7 @@ class _Padding:
         self.largest = 0.0
 
     def add(self, port: np.ndarray, golden: np.ndarray, truth: np.ndarray) -> None:
-        """All fp64 [elements], finite."""
+        """Adds elements; all three arrays are finite fp64 [elements]."""
         if not port.size:
             return
         self.count += port.size
@@ -317,7 +326,7 @@ class _Padding:
 
 
 class _FloatComparison:
-    """What `compare` gathers about a tap of floats."""
+    """The state of `compare` for a tap of floats."""
 
     def __init__(
         self,
@@ -417,7 +426,7 @@ class _FloatComparison:
         products = centred + count * np.outer(means, means)
         truth_squares, difference_squares, _ = self.sums.totals.tolist()
         norm, difference = math.sqrt(products[1, 1]), math.sqrt(difference_squares)
-        # Rounding of the mean gives a constant a tiny spread, so its elements decide what is constant.
+        # Rounding the mean gives a constant series a tiny spread, so compare its elements to see if it is constant.
         varies = (self.sums.varied > 0) & (np.diag(centred) > 0)
         scale = float(centred[0, 1] / centred[1, 1]) if varies[1] else None
         return {
@@ -438,7 +447,7 @@ class _FloatComparison:
         return {"index": [int(i) for i in index], **dict(zip(self.tensors, values, strict=True))}
 
     def _groups(self) -> dict[str, Any]:
-        """R by token, channel block, head and expert."""
+        """Returns R by token, channel block, head and expert."""
         if self.noise is None:
             tokens, channels, ratio_of = self.sums.tokens, self.sums.channels, noise_ratio
         else:
@@ -467,7 +476,7 @@ class _FloatComparison:
 
 
 class _ExactComparison:
-    """What `compare` gathers about a tap of integers or booleans."""
+    """The state of `compare` for a tap of integers or booleans."""
 
     PAIRS = (("port", "golden"), ("port", "truth"), ("golden", "truth"))
 

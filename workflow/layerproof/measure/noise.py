@@ -1,12 +1,13 @@
-"""How far legitimate variants of the golden are from the truth: the noise that a port's error is held against.
+"""How far legitimate variants of the golden are from the truth: the noise that we compare a port's error with.
 
-The golden, its variants (variants.py) and the truth rounded to bf16 are so many draws of one noise. Its squared error at
-token t and channel c is modelled as half of token[t] * channel[c], so that neither a massive channel hides the others of a
-token nor a massive token the others of a channel, and half of what the size of the number tells, since a few draws of a few
-numbers may all be small by chance. A group of elements - a token, a head, a block of channels, the tokens of an expert -
-has as its R the rms of its errors in units of this noise. The largest R that any of the draws reaches against the noise of
-the others, over all groups of a kind, is the band of that kind: it allows for the number of groups that are looked at,
-whatever the distribution of the errors.
+The golden, its variants (variants.py) and the truth rounded to bf16 are draws of the same noise. The model of its
+squared error at token t and channel c is the mean of two terms. The first is token[t] * channel[c]: a massive channel
+does not hide the other channels of a token, and a massive token does not hide the other tokens of a channel. The second
+depends on the size of the number alone, because a few draws of a few numbers may all be small by chance.
+
+R of a group (a token, a head, a block of channels, the tokens of an expert) is the rms of its errors in units of this
+noise. The band of a kind of group is the largest R that any draw reaches against the noise of the others, over all
+groups of that kind. So the band allows for the number of groups, whatever the distribution of the errors.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ if TYPE_CHECKING:
 
 CHOICE = "router.choice"
 BALANCING = 3
-"""Rounds of fitting token and channel factors to each other, 2 at least; the fit is good to a percent after two or three."""
+"""Rounds of fitting token and channel factors, at least 2; two or three make the fit accurate to a percent."""
 
 
 @dataclass(frozen=True)
 class Noise:
     """Noise of one tap of floats.
 
-    `compared` is bool [batch, seq], the tokens that it is of. The squared error of a draw is about half of `token` [batch,
-    seq] times `channel` [features], plus half of `rounding` times that of a rounding to bf16; fp64, NaN where nothing
-    was compared. `band` has the largest R of a draw, at least 1: as `weighted` of all elements in units of their noise, and
-    of the groups `token`, `block`, `head` and `expert`. All are 1 if the golden has no variants.
+    `compared`, bool [batch, seq], marks the tokens that the noise was measured on. The squared error of a draw is about
+    half of `token` [batch, seq] times `channel` [features], plus half of `rounding` times the expected squared error of
+    rounding to bf16. These are fp64, and NaN where nothing was compared. `band` is the largest R of a draw, at least 1:
+    `weighted` for all elements in units of their noise, and `token`, `block`, `head` and `expert` for groups. All bands
+    are 1 if the golden has no variants.
     """
 
     compared: np.ndarray
@@ -47,9 +49,9 @@ class Noise:
     band: Mapping[str, float]
 
     def units(self, squares: np.ndarray, expected: np.ndarray, where: np.ndarray) -> np.ndarray:
-        """Squared errors [tokens, features] in units of the noise, at tokens with these numbers.
+        """Returns squared errors [tokens, features] in units of the noise, at tokens with the numbers in `where`.
 
-        `expected` are the squared errors of rounding the truth there to bf16, as expected.
+        `expected` are the expected squared errors of rounding the truth at these tokens to bf16.
         """
         return relative(squares, _model(self.token.reshape(-1)[where], self.channel, self.rounding * expected))
 
@@ -64,8 +66,10 @@ def noise_of_taps(
     truth: Mapping[str, Tensor],
     valid: np.ndarray,
 ) -> dict[str, Noise]:
-    """Noise of every tap of floats. Tokens whose experts a variant or the golden chooses otherwise than the truth are left
-    out of the taps after the router: a flip is no noise, and `routing` tells it from a mistake.
+    """Measures the noise of every tap of floats.
+
+    Taps after the router leave out tokens for which the golden or a variant chooses other experts than the truth: a
+    flip is not noise, and `routing` distinguishes it from a mistake.
     """
     draws = [golden, *variants]
     flipped = np.zeros_like(valid)
@@ -86,8 +90,10 @@ def noise_of_taps(
 
 
 def _distinct(draws: Sequence[Tensor]) -> list[Tensor]:
-    """The draws that are no copy of one before, as a norm's are where only the attention differs, and that are finite
-    where the first one, the golden, is: a variant that overflows is none.
+    """Returns the draws that are not copies of earlier ones and are finite wherever the golden, the first draw, is.
+
+    A variant that changes only attention, for example, copies the norm before it. A variant that overflows is not a
+    legitimate variant.
     """
     kept = [draws[0]]
     for draw in draws[1:]:
@@ -97,7 +103,7 @@ def _distinct(draws: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_copy(draw: Tensor, earlier: Tensor) -> bool:
-    """Told from their first block, as a rule."""
+    """Whether two draws are equal; if they are not, the first block usually shows it."""
     pieces = blocks(draw.shape, CHUNK_ELEMENTS)
     return all(np.array_equal(draw.read(*piece), earlier.read(*piece)) for piece in pieces)
 
@@ -111,10 +117,11 @@ def _as_finite(draw: Tensor, golden: Tensor) -> bool:
 
 
 def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, experts: np.ndarray | None = None) -> Noise:
-    """The noise of a tap from the golden, which is the first draw, and its variants.
+    """Measures the noise of a tap from the golden, which is the first draw, and its variants.
 
-    All have shape [batch, seq, features...]; `compared` is bool [batch, seq], the tokens to look at; `experts` bool
-    [batch, seq, experts], which token goes to which. Elements that are not finite in all of them are left out.
+    Draws and truth have shape [batch, seq, features...]. `compared`, bool [batch, seq], marks the tokens to measure;
+    `experts`, bool [batch, seq, experts], marks the experts that each token goes to. Elements that are not finite in
+    all draws and the truth do not count.
     """
     from layerproof.measure import noise_kernel
 
@@ -143,7 +150,7 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
         **groups_of(by_channel, fit.channel_counts, truth.shape),
         **({} if experts is None else {"expert": by_expert(by_token, fit.token_counts, experts)}),
     }
-    # A draw alone, such as a lookup, shows nothing of the others: its band is 1.
+    # A single draw, as for a lookup, has no other draws to compare with: its band is 1.
     band = {
         kind: max(_worst(unit_ratio(row[None], count)) for row in sums) if len(draws) > 1 else 1.0
         for kind, (sums, count) in kinds.items()
@@ -158,7 +165,7 @@ def _worst(ratios: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class _Tap:
-    """The draws of a tap and their truth, read block by block as often as they are needed."""
+    """The draws of a tap and their truth; every pass reads them again, block by block."""
 
     draws: Sequence[Tensor]
     truth: Tensor
@@ -185,5 +192,5 @@ class _Tap:
 
 
 def _wide(values: np.ndarray) -> np.ndarray:
-    """fp32 in place of fp16, of which the compiler knows nothing."""
+    """Converts fp16 to fp32, because numba cannot compile fp16."""
     return values.astype(np.float32) if values.dtype == np.float16 else values

@@ -16,11 +16,12 @@ NOISE_ARRAYS = ("compared", "token", "channel")
 
 
 def write_noise(path: Path, noise: Mapping[str, Noise], variants: Sequence[str], chained: Tensor) -> None:
-    """Writes the noise of each tap as a group of that name, with its arrays as datasets and its bands as attributes, and
-    the output of a variant that is fed with its own as `chained/out`.
+    """Writes the noise of each tap as a group with that name: arrays as datasets, bands as attributes.
+
+    `chained`, the output of a variant that runs on its own outputs, becomes `chained/out`.
 
     Raises:
-        StageError: as `write` does.
+        StageError: as `hdf5.write` does.
     """
     with creating(path) as file:
         set_attributes(file, {"variants": " ".join(variants)})
@@ -33,10 +34,10 @@ def write_noise(path: Path, noise: Mapping[str, Noise], variants: Sequence[str],
 
 
 def read_noise(path: Path) -> dict[str, Noise]:
-    """Noise by tap name.
+    """Reads the noise by tap name.
 
     Raises:
-        StageError: as `reading` does.
+        StageError: as `hdf5.reading` does.
     """
     found: dict[str, Noise] = {}
 

@@ -1,7 +1,7 @@
-"""The passes over a tap in which its noise is fitted, compiled: squared errors of a token stay in the processor's cache.
+"""Compiled passes over a tap that fit its noise; the squared errors of a token stay in the processor's cache.
 
-Everything is fp64. numba keeps compiled code until this file is edited and does not look at others, so what comes from
-metrics.py is an argument (`Constants`), and loops that kernel.py has, too, are here again.
+Everything is fp64. numba recompiles only when this file changes, so constants of other modules are arguments
+(`Constants`), and this file repeats some loops of kernel.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from layerproof.measure.groups import R_MAX
 from layerproof.measure.kernel import (
     BF16_STEPS,
-    numba,  # which says where compiled code is kept
+    numba,  # kernel.py sets the cache directory before importing it
 )
 from layerproof.tensors.tensor import FLOAT32_MAX
 
 
 class Constants(NamedTuple):
-    """Not `kernel.Constants`: what only concerns comparisons is no reason to run the golden again."""
+    """Separate from `kernel.Constants`, so that an edit of a comparison's constants does not rerun the golden."""
 
     largest_ratio: float = R_MAX
     largest: float = FLOAT32_MAX
@@ -27,8 +27,10 @@ class Constants(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Tokens of a tap: `numbers` int64 [tokens] and `kept` bool [tokens], whether to look at them; `truth` [tokens,
-    features] and `draws` [draws, tokens, features], fp32 or fp64, or of the draws uint16, the bits of bf16, if `are_bits`.
+    """Some tokens of a tap.
+
+    `numbers` int64 [tokens] are the token numbers; `kept` bool [tokens] marks the tokens to use. `truth` [tokens,
+    features] and `draws` [draws, tokens, features] are fp32 or fp64. If `are_bits`, draws are uint16, the bits of bf16.
     """
 
     numbers: np.ndarray
@@ -39,12 +41,13 @@ class Block(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What is summed over a tap's tokens [tokens] and channels [features]. Rows are the draws and, last, the rounding of the
-    truth to bf16; fp64 where nothing else is said.
+    """Sums over a tap's tokens [tokens] and channels [features]; fp64 unless stated otherwise.
 
-    token_counts: int64 [tokens], channel_counts: int64 [features]: elements that are finite in all
+    Rows are the draws and, as the last row, the rounding of the truth to bf16.
+
+    token_counts: int64 [tokens], channel_counts: int64 [features]: elements that are finite in all draws and the truth
     token: [rows, tokens], channel: [rows, features]: means of squared errors, each in units of the other
-    squares: [rows + 1]: sums of squared errors; the last is what is expected of the rounding
+    squares: [rows + 1]: sums of squared errors; the last is the expected sum for the rounding
     """
 
     token_counts: np.ndarray
@@ -55,7 +58,7 @@ class Fit(NamedTuple):
 
     @classmethod
     def zero(cls, draws: int, tokens: int, features: int) -> Fit:
-        """Of nothing yet."""
+        """Returns empty sums."""
         rows = draws + 1
         return cls(
             token_counts=np.zeros(tokens, np.int64),
@@ -67,16 +70,18 @@ class Fit(NamedTuple):
 
 
 def count(fit: Fit, expected: np.ndarray, block: Block) -> None:
-    """Adds a block to the counts and to the sums of squares: in all, and by channel in `fit.channel`; what is expected of
-    the rounding by channel to `expected` [features].
+    """Adds a block to the counts and to the sums of squares, both in total and by channel in `fit.channel`.
+
+    Adds the expected squares of the rounding by channel to `expected` [features].
     """
     _count(fit, expected, Constants(), block)
 
 
 def balance(fit: Fit, following: np.ndarray, is_exact: bool, block: Block) -> None:
-    """Sets `fit.token` of a block's tokens by `fit.channel`, and adds to `following` [rows, features] what, divided by the
-    counts, is the next `fit.channel` by these tokens. If all draws are exact, their errors are taken to be those expected of
-    a rounding.
+    """Fits `fit.token` of a block's tokens to `fit.channel`, and adds these tokens' share of the next `fit.channel`.
+
+    The share goes into `following` [rows, features]; the caller divides it by the counts. If all draws are exact
+    (`is_exact`), their errors count as the expected errors of a rounding.
     """
     _balance(fit, following, fit.channel.mean(axis=0), is_exact, Constants(), block)
 
@@ -84,8 +89,9 @@ def balance(fit: Fit, following: np.ndarray, is_exact: bool, block: Block) -> No
 def in_units(
     fit: Fit, by_token: np.ndarray, by_channel: np.ndarray, rounding: float, is_exact: bool, block: Block
 ) -> None:
-    """Sets `fit.token` as `balance` does, and adds to `by_token` [rows, tokens] and `by_channel` [rows, features] the sums
-    of squared errors in units of the noise of the other rows; `rounding` is `Noise.rounding`.
+    """Fits `fit.token` as `balance` does, and sums squared errors in units of the noise of the other rows.
+
+    The sums go into `by_token` [rows, tokens] and `by_channel` [rows, features]. `rounding` is `Noise.rounding`.
     """
     channel = fit.channel.mean(axis=0)
     others = np.stack([np.delete(fit.channel, row, axis=0).mean(axis=0) for row in range(len(fit.channel))])
@@ -94,9 +100,10 @@ def in_units(
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_squares(block, row, constants, exact, squares, keep):
-    """Squared errors [rows + 1, features] of a token, 0 where one of them is not finite, and how many are `keep`.
+    """Computes the squared errors [rows + 1, features] of a token and returns the number of finite elements.
 
-    As in kernel.py loops write one array each: those a compiler turns into vector instructions.
+    An element is finite (`keep`) if it is finite in the truth and in all draws; the squares of the others are 0. As in
+    kernel.py, each loop writes only one array, so the compiler can vectorise it.
     """
     draws, patterns = block.draws, exact.view(np.int64)
     rounding, expected = squares[len(draws)], squares[len(draws) + 1]
@@ -120,7 +127,7 @@ def _set_squares(block, row, constants, exact, squares, keep):
     for c in range(len(exact)):
         expected[c] = constants.steps[(patterns[c] >> 52) & 0x7FF]
     for c in range(len(exact)):
-        error = np.rint(exact[c] / expected[c]) * expected[c] - exact[c]  # 0 is given the step of the smallest numbers
+        error = np.rint(exact[c] / expected[c]) * expected[c] - exact[c]  # for 0, the step of the smallest numbers
         rounding[c] = error * error
     for c in range(len(exact)):
         expected[c] = expected[c] * expected[c] / 12 if exact[c] != 0 else 0.0
@@ -129,7 +136,7 @@ def _set_squares(block, row, constants, exact, squares, keep):
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_values(values, are_bits, single, wide):
-    """A token's elements as fp64; bf16 is the upper half of fp32."""
+    """Converts a token's elements to fp64; bf16 is the upper half of fp32."""
     if are_bits:
         patterns = single.view(np.uint32)
         for c in range(len(wide)):
@@ -155,7 +162,7 @@ def _square_difference(values, exact):
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_units(squares, noise, most, units):
-    """`metrics.relative`."""
+    """Computes `groups.relative`."""
     for c in range(len(units)):
         unit = squares[c] / noise[c]
         unit = most if unit > most else unit  # NaN stays
@@ -196,7 +203,7 @@ def _count(fit, expected, constants, block):
 
 @numba.njit(cache=True, error_model="numpy")
 def _set_token(fit, number, channel, is_exact, squares, most, units):
-    """A token's factors by those of the channels, and their mean."""
+    """Fits a token's factors to the channels' factors and returns their mean."""
     rows = len(fit.channel)
     mean = 0.0
     for of in range(rows):
@@ -235,7 +242,7 @@ def _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, co
         _set_squares(block, row, constants, exact, squares, keep)
         _set_token(fit, number, channel, is_exact, squares, most, units)
         for of in range(rows):
-            other = 0.0  # summed, since a difference would lose small ones beside a large one
+            other = 0.0  # a sum, because subtracting from the total would lose small ones beside a large one
             for draw in range(rows):
                 other += fit.token[draw, number] / (rows - 1) if draw != of else 0.0
             _set_noise(other, others[of], rounding, squares[rows], noise)

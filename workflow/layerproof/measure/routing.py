@@ -1,7 +1,7 @@
-"""Expert choices compared as sets, with near-ties told from mistakes.
+"""Compares expert choices as sets and distinguishes near-ties from mistakes.
 
 Where two experts are nearly tied, the last bit of a sum decides, and a legitimate port may choose the other one. Such a
-flip changes the token's output far beyond rounding, so the token is left out of what follows in that stage, and counted.
+flip changes the token's output far beyond rounding. So later taps of the stage leave the token out, and it is counted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ AFTER_ROUTER = ("router.weights", "mlp.out", "post_mlp_norm", "out")
 """Taps that a flipped choice changes."""
 
 FLIP_SIGMAS = 6.0
-"""A flip is noise if its margin is within this many standard deviations of the difference of two selection values.
+"""A flip is noise if its margin is within this many standard deviations of the difference between two selection values.
 
-The deviation is that of the golden's selection values from the truth's. Six make one false alarm in 10^9 if the errors
-are normal; they are not quite, and a real mistake flips by far more.
+The deviation is that of the golden's selection values from the truth's. With normally distributed errors, six standard
+deviations cause one false alarm in 10^9. Errors are not quite normal, but a real mistake flips by far more.
 """
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -32,7 +32,7 @@ LARGEST = float(np.finfo(np.float32).max)
 class Routing:
     """Outcome for one stage: bool [batch, seq] masks over valid tokens, and the margin in units of the selection.
 
-    Without `compared` nothing is known of the port's choice, and only the flips of the golden and its variants are found.
+    If `compared` is False, the port's choice is unknown, and only flips of the golden and its variants are recorded.
     """
 
     compared: bool
@@ -47,14 +47,14 @@ class Routing:
 
     @property
     def left_out(self) -> np.ndarray:
-        """Tokens that taps after the router are compared without: excused flips, and those of golden and variants."""
+        """Tokens that comparisons after the router leave out: excused flips, and flips of golden and variants."""
         return self.excused | self.golden_flips | self.variant_flips
 
     def reason(self) -> str | None:
-        """Why the choice fails, or None if every flip is a near-tie and there are no more than chance makes.
+        """Says why the choice fails; None if every flip is a near-tie and there are no more flips than chance explains.
 
-        A right port is one more variant of the golden, so it flips at no more other tokens than golden and variants do
-        together, and EXACT_ALLOWANCE of all.
+        A correct port is just another variant of the golden. So it flips at no more new tokens than golden and variants
+        flip together, plus EXACT_ALLOWANCE of all tokens (at least one token).
         """
         wrong = self.flips & ~self.excused
         if not wrong.any():
@@ -80,7 +80,7 @@ class Routing:
         )
 
     def summary(self) -> dict[str, Any]:
-        """For results/compare/STAGE.json; what is known of the port alone is None if its choice is not."""
+        """Returns the entry for results/compare/STAGE.json; the port's numbers are None if its choice is unknown."""
         port = {
             "flips": int(self.flips.sum()),
             "excused": int((self.flips & self.excused).sum()),
@@ -104,12 +104,13 @@ def compare_choices(
     valid: np.ndarray,
     variant_flips: np.ndarray | None = None,
 ) -> Routing:
-    """Compares the chosen experts, [batch, seq, top_k] each, of port and golden with the truth's.
+    """Compares the experts that port and golden choose with those of the truth; each choice is [batch, seq, top_k].
 
     The margin of a flip is the largest gap, in the truth's selection values [batch, seq, experts], between an expert
-    that the port leaves out and one that it takes instead. The port's choice is not compared if it is not handed over, if
-    its shape or dtype is not the golden's (the tap fails by that), or if the selection values are not known. At tokens in
-    `variant_flips`, bool [batch, seq], a variant of the golden chooses otherwise than the truth.
+    that the port leaves out and one that it chooses instead. The port's choice is not compared if the port does not
+    hand it over, if its shape differs from the golden's or it is not integer (the tap fails for that reason), or if the
+    selection values are unknown. `variant_flips`, bool [batch, seq], marks tokens where a variant of the golden chooses
+    other experts than the truth.
     """
     golden_flips = flips(golden, truth) & valid
     nothing = np.zeros_like(golden_flips)
@@ -118,7 +119,7 @@ def compare_choices(
     if port is None or unknown or golden_selection is None or truth_selection is None:
         return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, nothing, 0.0, 0.0)
     selection = _values(truth_selection)
-    with np.errstate(invalid="ignore"):  # two that are ruled out
+    with np.errstate(invalid="ignore"):  # Inf - Inf, where both rule an expert out
         error = (_values(golden_selection) - selection)[valid]
     error = error[np.isfinite(error)]
     noise = FLIP_SIGMAS * float(np.sqrt(2.0 * np.mean(np.square(error)))) if error.size else 0.0
@@ -127,9 +128,9 @@ def compare_choices(
     flipped = (mine != wanted).any(-1) & valid
     dropped = np.where(wanted & ~mine, selection, -np.inf).max(-1)
     taken = np.where(mine & ~wanted, selection, np.inf).min(-1)
-    # The same expert twice, or one that there is not, is no near-tie whatever the margins say.
+    # Choosing an expert twice, or one that does not exist, is not a near-tie whatever the margins say.
     malformed = (mine.sum(-1) != port.shape[-1]) & valid
-    # A margin that is no number, of selections that are none, excuses nothing.
+    # A margin that is NaN, from selection values that are not finite, excuses nothing.
     margins = np.nan_to_num(np.where(flipped & ~malformed, dropped - taken, 0.0), nan=LARGEST, posinf=LARGEST)
     return Routing(
         compared=True,
@@ -145,8 +146,10 @@ def compare_choices(
 
 
 def ruled_out_as(port: Tensor, golden: Tensor, truth: Tensor) -> Tensor:
-    """The port's selection values with -Inf where golden and truth rule an expert out by it, as DeepSeek-V3's groups do: a
-    port may give these any low number, such as the release's 0. Whether it was low enough is told by the choice.
+    """Returns the port's selection values with -Inf where golden and truth both rule an expert out with -Inf.
+
+    DeepSeek-V3's expert groups do so, for example. A port may use any low number there, such as 0 in the release; the
+    choice shows whether it was low enough.
     """
     if port.shape != golden.shape or {port.kind, golden.kind} != {"float"}:
         return port
@@ -156,12 +159,12 @@ def ruled_out_as(port: Tensor, golden: Tensor, truth: Tensor) -> Tensor:
 
 
 def flips(choice: Tensor, truth: Tensor) -> np.ndarray:
-    """Tokens, bool [batch, seq], at which another set of experts is chosen."""
+    """Marks the tokens, bool [batch, seq], at which `choice` and `truth` are different sets of experts."""
     return (_sorted(choice) != _sorted(truth)).any(-1)
 
 
 def experts_chosen(taps: Mapping[str, Tensor]) -> np.ndarray | None:
-    """Which token goes to which expert, bool [batch, seq, experts]; None if no tap tells how many there are."""
+    """Marks the experts that each token goes to, bool [batch, seq, experts]; None if no tap shows their number."""
     sized = next((taps[name] for name in ("router.weights", "router.selection", "router.logits") if name in taps), None)
     return None if sized is None else chosen(taps["router.choice"], sized.shape[-1])
 
@@ -175,6 +178,6 @@ def _values(tensor: Tensor) -> np.ndarray:
 
 
 def chosen(choice: Tensor, experts: int) -> np.ndarray:
-    """Bool [batch, seq, experts]; an index outside of the experts chooses nothing."""
+    """Marks the chosen experts, bool [batch, seq, experts]; an index out of range chooses nothing."""
     indices = np.asarray(choice.data[...])
     return (indices[..., None] == np.arange(experts)).any(-2)

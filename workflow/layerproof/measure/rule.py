@@ -1,4 +1,4 @@
-"""The rule that decides whether a tap passes: its limits, and the sentence that says why it fails."""
+"""The rule that decides whether a tap passes: limits, and the sentence that says why a tap fails."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 LIMIT = 1.5  # largest R that passes, in units of the band
-GROUP_LIMIT = 4 / 3  # times the limit, for the worst group: at LIMIT it may be twice as far off as in any variant
+GROUP_LIMIT = 4 / 3  # factor on the limit for the worst group: with LIMIT, its R may be twice that of any variant
 
 
 # Router near-ties flip a few choices in any legitimate variant, even where the golden happens to flip none. So this
-# share of the tokens, and always one token, may differ from the truth beyond what the golden explains. A first rule, to
-# be refined by the measured margins of the router.
+# share of the tokens, and always one token, may differ from the truth beyond what the golden explains. This is a first
+# rule, to be refined with measured router margins.
 EXACT_ALLOWANCE = 0.01
 FIXED_MAX_ABS, FIXED_MEAN_ABS, FIXED_CLOSE, FIXED_CORRELATION = 0.01, 0.001, 0.95, 0.99
 
 
 def reason_to_fail(result: dict[str, Any], limit: float) -> str | None:
-    """Why a comparison fails, or None."""
+    """Says why a comparison fails, or returns None if it passes."""
     return _exact_reason(result, limit) if result["kind"] == "exact" else _float_reason(result, limit)
 
 
@@ -37,7 +37,7 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
             )
     if not result["count"]:
         return "nothing was compared: no element of a valid token is finite in port, golden and truth"
-    R, allowed, where = deciding(result, limit)
+    R, allowed, where = failing_limit(result, limit)
     assert R is not None  # elements were compared
     if allowed >= R:
         return None
@@ -53,22 +53,35 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
 
 
 def group_limits(result: Mapping[str, Any], limit: float) -> list[tuple[str, float, float]]:
-    """Of a tap of floats with bands: kind, R of the worst group of this kind, and the largest that passes."""
+    """Lists kind, R of the worst group of this kind, and the largest R that passes, for floats with bands."""
     found = [(kind, result.get(f"worst_{kind}"), reached) for kind, reached in (result["band"] or {}).items()]
     return [(kind, worst["R"], limit * GROUP_LIMIT * reached) for kind, worst, reached in found if worst]
 
 
+def excess(result: Mapping[str, Any], limit: float) -> float | None:
+    """Returns the largest ratio of R to the R that passes, over the whole tap and its worst group of each kind.
+
+    Groups are tokens, channel blocks, heads and experts. Above 1 the tap fails. None if the tap has no R.
+    """
+    if result.get("R") is None:
+        return None
+    overall, allowed = overall_limit(result, limit)
+    found = [(overall, allowed), *((R, most) for _, R, most in group_limits(result, limit))]
+    quotients = [R / most for R, most in found if R is not None and most > 0 and not math.isnan(R)]
+    return max(quotients, default=None)
+
+
 def place(result: Mapping[str, Any], kind: str) -> str:
-    """Name of the worst group of a kind: `token [0,3]`, `head 2`."""
+    """Names the worst group of a kind: `token [0,3]`, `head 2`."""
     index = result[f"worst_{kind}"]["index"]
     return f"{kind} {brackets(index) if isinstance(index, list) else index}"
 
 
-def decisive(result: Mapping[str, Any], limit: float) -> tuple[float | None, float]:
-    """The R of a whole tap of floats that decides, and the largest that passes.
+def overall_limit(result: Mapping[str, Any], limit: float) -> tuple[float | None, float]:
+    """Returns the R that decides for a whole tap of floats, and the largest R that passes.
 
-    Where the noise is known it is R in units of the noise: one massive element may have most of plain R, and is then all
-    that it tells.
+    If the noise is known, R is in units of the noise: one massive element can dominate plain R, which then shows
+    nothing about the other elements.
     """
     band = result["band"] or {}
     if "weighted" in band:
@@ -76,17 +89,18 @@ def decisive(result: Mapping[str, Any], limit: float) -> tuple[float | None, flo
     return result["R"], limit
 
 
-def deciding(result: Mapping[str, Any], limit: float) -> tuple[float | None, float, str | None]:
-    """R of a tap that fails it, the largest that passes, and which group it is of, None for the whole tap.
+def failing_limit(result: Mapping[str, Any], limit: float) -> tuple[float | None, float, str | None]:
+    """Returns the R that makes a tap fail, the largest R that passes, and the group it belongs to.
 
-    If no R fails it, those of the whole tap; R is None where a tap has none.
+    The group is None for the whole tap. If nothing fails, the result is that of the whole tap; R is None if the tap has
+    no R.
     """
     if result.get("R") is None:
         return None, limit, None
-    R, allowed = decisive(result, limit)
+    R, allowed = overall_limit(result, limit)
     if R is None or allowed >= R:
         for kind, group_R, group_allowed in group_limits(result, limit):
-            if not group_allowed >= group_R:  # as NaN is not
+            if not group_allowed >= group_R:  # also true for NaN
                 return group_R, group_allowed, place(result, kind)
     return R, allowed, None
 
@@ -105,9 +119,9 @@ def _exact_reason(result: dict[str, Any], limit: float) -> str | None:
 
 
 def fixed_thresholds(result: dict[str, Any]) -> dict[str, bool | None]:
-    """The thresholds in common use. They are known to pass bugs and to fail noise; reported, never decisive.
+    """Evaluates the commonly used thresholds. They pass bugs and fail noise, so they are reported but never decide.
 
-    None holds of NaN or Inf, which whoever computes them over all elements gets from one such element.
+    With one NaN or Inf in port or golden no threshold holds, as for anyone who computes them over all elements.
     """
     names = ("max_abs", "mean_abs", "close", "cosine", "pearson")
     if any(result["nonfinite"][side][what] for side in ("port", "golden") for what in ("nan", "inf")):

@@ -1,4 +1,4 @@
-"""The files that NxD Inference captured from a whole compiled model, by stage."""
+"""Finds the files that NxD Inference captured from a compiled full model, by stage."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FILE = re.compile(
 
 
 def find(folder: Path) -> dict[str, Path]:
-    """The files in a folder that hold the output of a stage, by stage.
+    """Finds the files in a folder that contain the output of a stage, by stage.
 
     Raises:
-        UserError: if there is none, or more than one for a stage.
+        UserError: if there is no such file, or more than one for a stage.
     """
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):

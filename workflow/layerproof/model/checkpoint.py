@@ -1,6 +1,6 @@
-"""A checkpoint directory: which tensors are on disk, and a stage's tensors read as they are there.
+"""A checkpoint directory: which tensors are on disk, and how to read a stage's tensors unchanged.
 
-Only safetensors are read: they hold tensors and nothing that runs.
+Layerproof reads only safetensors, because they contain tensors and no code.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
-DEFAULT = "results/checkpoint"
-"""The one that the workflow makes itself."""
+LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+"""The first number in a tensor's name is the layer, as in `model.layers.3.mlp.experts.7.w1.weight`."""
+NO_DIGITS = dict.fromkeys(map(ord, "0123456789"))
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of a number of a dtype, by safetensors' word for it or torch's: BF16, bfloat16, F8_E4M3, BOOL."""
+    """Returns the bytes per number of a dtype, named as in safetensors or torch: BF16, bfloat16, F8_E4M3, BOOL."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 
 
 def torch_name(dtype: str) -> str:
-    """Torch's word for a dtype by that of safetensors: BF16 is bfloat16, F8_E4M3 float8_e4m3fn, I64 int64."""
+    """Translates a safetensors dtype to torch's name: BF16 is bfloat16, F8_E4M3 is float8_e4m3fn, I64 is int64."""
     kinds = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
     kind = dtype.rstrip("0123456789")
     eights = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -43,13 +44,13 @@ def torch_name(dtype: str) -> str:
 
 
 def bytes_on_disk(entry: Mapping[str, Any]) -> int:
-    """Bytes of a tensor that results/weights/STAGE.json describes."""
+    """Returns the bytes on disk of a tensor that results/weights/STAGE.json describes."""
     return math.prod(entry["shape"]) * itemsize(entry["dtype"])
 
 
 @dataclass(frozen=True)
 class TensorOnDisk:
-    """One tensor of a checkpoint: where its bytes are. `dtype` is the word of safetensors, such as BF16."""
+    """One tensor of a checkpoint and where its bytes are. `dtype` is the safetensors name, such as BF16."""
 
     name: str
     file: Path
@@ -59,7 +60,7 @@ class TensorOnDisk:
     end: int
 
     def read(self) -> bytes:
-        """The tensor's bytes.
+        """Reads the tensor's bytes.
 
         Raises:
             StageError: if the shard ends before the tensor does.
@@ -73,10 +74,10 @@ class TensorOnDisk:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The checkpoint's config.json.
+    """Reads the checkpoint's config.json.
 
     Raises:
-        UserError: if it is missing or is no JSON object.
+        UserError: if it is missing or not a JSON object.
     """
     path = directory / CONFIG
     try:
@@ -91,10 +92,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def num_layers(config: Mapping[str, Any]) -> int:
-    """Number of decoder layers that a config.json states, also when its text model is nested.
+    """Returns the number of decoder layers in a config.json, also if the text model's config is nested.
 
     Raises:
-        UserError: if it states none.
+        UserError: if the config does not state it.
     """
     for part in (config, config.get("text_config") or {}):
         if isinstance(part, dict) and isinstance(part.get("num_hidden_layers"), int):
@@ -106,10 +107,10 @@ def num_layers(config: Mapping[str, Any]) -> int:
 
 
 def shards(directory: Path) -> list[str]:
-    """File names of the checkpoint's shards.
+    """Returns the file names of the checkpoint's shards.
 
     Raises:
-        UserError: if there are no safetensors, or some are not in this directory itself.
+        UserError: if there are no safetensors, or the index is unreadable or names files outside this directory.
     """
     if (directory / INDEX).exists():
         try:
@@ -128,10 +129,10 @@ def shards(directory: Path) -> list[str]:
 
 
 def read_shard_header(path: Path) -> dict[str, TensorOnDisk]:
-    """Tensors that one safetensors file holds, from its header alone.
+    """Lists the tensors of one safetensors file; reads only its header.
 
     Raises:
-        StageError: if the file is missing, cannot be read, is truncated or not safetensors.
+        StageError: if the file is missing, unreadable, truncated or not in safetensors format.
     """
     try:
         with open(path, "rb") as file:
@@ -151,7 +152,7 @@ def read_shard_header(path: Path) -> dict[str, TensorOnDisk]:
             if name != "__metadata__"
         }
         for tensor in found.values():
-            of_one = itemsize(tensor.dtype)  # 0 of half bytes, which no stage can have
+            of_one = itemsize(tensor.dtype)  # 0 for half-byte dtypes, which no stage uses
             if of_one and tensor.end - tensor.start != math.prod(tensor.shape) * of_one:
                 raise StageError(f"{path}: {tensor.name} has not the bytes of its shape. Copy the shard again.")
         return found
@@ -195,10 +196,10 @@ def describe(
 
 @dataclass(frozen=True)
 class TensorOfStage:
-    """A tensor that is read from its shard when it is indexed, as a slice of safetensors is.
+    """A tensor that is read from its shard when indexed, like a slice of safetensors.
 
-    A slice of an open shard keeps the pages that it read in the process's memory until the shard is closed, so that what
-    is copied from it is held twice. This opens the shard for one tensor.
+    A safetensors slice keeps the pages it read in memory until its shard is closed, so a copy of the data would need
+    twice the memory. This class opens the shard for one tensor only.
     """
 
     file: Path
@@ -206,7 +207,7 @@ class TensorOfStage:
     dtype: str
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The tensor's part at `index`, `...` for the whole, as it is on disk.
+        """Reads the tensor's part at `index` (`...` for all of it), as it is on disk.
 
         Raises:
             StageError: if the shard cannot be opened.
@@ -220,15 +221,15 @@ class TensorOfStage:
             raise StageError(f"{self.file}: cannot be opened ({error}). Copy the shard again.") from None
 
     def get_dtype(self) -> str:
-        """The dtype in safetensors' words, which transformers asks for by this name."""
+        """Returns the safetensors dtype; transformers calls this method by this name."""
         return self.dtype
 
 
 def tensors_of_stage(directory: Path, description: Mapping[str, Any]) -> dict[str, TensorOfStage]:
-    """A stage's tensors by their names on disk; nothing is read yet.
+    """Returns a stage's tensors by their names on disk, without reading them.
 
     Raises:
-        StageError: if the stage's description holds an error.
+        StageError: if the stage's description contains an error.
     """
     if "error" in description:
         raise StageError(description["error"])
@@ -240,7 +241,7 @@ def tensors_of_stage(directory: Path, description: Mapping[str, Any]) -> dict[st
 
 @dataclass(frozen=True)
 class StageWeights(Mapping[str, "torch.Tensor"]):
-    """A stage's tensors by name as they are on disk; each is read when it is asked for, and not kept."""
+    """A stage's tensors by name, as they are on disk; each access reads the tensor again."""
 
     tensors: Mapping[str, TensorOfStage]
 
@@ -252,3 +253,26 @@ class StageWeights(Mapping[str, "torch.Tensor"]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+
+def kinds_of_stages(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """Returns a digest by stage that is equal for stages of the same kind.
+
+    Layers are of the same kind if their tensors have the same names, apart from numbers, and the same dtypes and
+    shapes. A stage that is not a layer is a kind of its own. If a shard cannot be read, every stage is a kind of its
+    own.
+
+    This reads only the shards' headers, so it works before results/weights/ exists.
+    """
+    by_layer: dict[str, set[tuple[Any, ...]]] = {}
+    for name in shards(directory):
+        try:
+            found = read_shard_header(directory / name)
+        except StageError:
+            return {name: name for name in names}
+        for tensor in found.values():
+            if match := LAYER_NUMBER.search(tensor.name):
+                rest = tensor.name.replace(match[0], "", 1).translate(NO_DIGITS)
+                by_layer.setdefault(match[1], set()).add((rest, tensor.dtype, tensor.shape))
+    numbers = {name: str(int(name.rpartition("_")[2])) for name in names if name.startswith("layer_")}
+    return {name: digest_of(sorted(by_layer.get(numbers.get(name, ""), {(name,)}), key=str)) for name in names}

@@ -1,8 +1,10 @@
-"""The FP8 form in which MiniMax-M2, DeepSeek-V3 and others are released: e4m3 values and a scale for each block.
+"""The FP8 form in which MiniMax-M2, DeepSeek-V3 and others are released: e4m3 values and one scale per block.
 
-Matrices of linear layers are stored as `NAME.weight` in float8_e4m3fn with `NAME.weight_scale_inv` in float32, one scale for
-each block of 128 x 128, of which the last of a side may be smaller; a value is the product of the two (DeepSeek-V3, arXiv
-2412.19437, section 3.3). Other tensors stay.
+A linear layer's matrix is stored as `NAME.weight` in float8_e4m3fn, plus `NAME.weight_scale_inv` in float32 with one
+scale per 128 x 128 block. The last block of a side may be smaller. The value is the product of the two. Other tensors
+stay as they are.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ BLOCK = 128
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 SUFFIX = "_scale_inv"
 KEPT = ("gate", "e_score_correction_bias", "lm_head")
-"""Modules that MiniMax-M2's release leaves as they are, in its words."""
+"""Modules that MiniMax-M2's release does not quantise, by its names."""
 NOT_LINEAR = ("embed_tokens", "norm")
 
 
 def quantize_checkpoint(directory: Path) -> None:
-    """Rewrites a checkpoint's shards, index and config in the FP8 form, in place."""
+    """Rewrites a checkpoint's shards, index and config to the FP8 form, in place."""
     weight_map: dict[str, str] = {}
     total_size = 0
     for shard in shards(directory):
@@ -58,7 +60,7 @@ def quantize_checkpoint(directory: Path) -> None:
 
 
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values [rows, columns] in e4m3 and scales [rows / 128, columns / 128], rounded up, in fp32.
+    """Quantises a matrix to e4m3 values [rows, columns] and fp32 scales [rows / 128, columns / 128], rounded up.
 
     The scale maps a block's largest magnitude to e4m3's largest number.
     """
@@ -71,10 +73,9 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def evened(scales: torch.Tensor, shape: Sequence[int], block: Sequence[int]) -> torch.Tensor:
-    """Scales [..., rows, columns] of smaller blocks that divide each side of a matrix of this shape evenly, where the last
-    `block` of a side is smaller than the others; else those that are given.
+    """Converts scales [..., rows, columns] to smaller blocks that divide each side of the matrix evenly.
 
-    A side of 576 has 5 blocks of 128, or 9 of 64.
+    Only sides whose last `block` is smaller than the others change. A side of 576 has 5 blocks of 128, or 9 of 64.
     """
     for dim, (size, step) in enumerate(zip(shape[-2:], block, strict=True), start=-2):
         if size > step and size % step and scales.shape[dim] == math.ceil(size / step):

@@ -1,4 +1,4 @@
-"""A checkpoint in transformers' terms: the model without weights, where its stages are, and one stage's weights in it.
+"""A checkpoint as transformers sees it: builds the model without weights, finds its stages and loads one of them.
 
 Names on disk differ from names in memory (fused experts, renamed buffers); transformers' own conversion maps them.
 """
@@ -53,10 +53,10 @@ from layerproof.tensors.hdf5 import dtype_name
 def meta_model(
     directory: Path, trust_remote_code: bool, dtype: torch.dtype | None = None, **implementations: str
 ) -> PreTrainedModel:
-    """The whole model as transformers builds it from config.json, in eval mode and without memory for its weights.
+    """Builds the full model from config.json with transformers, in eval mode and without memory for its weights.
 
-    `dtype` is what `load_stage` will cast weights to. `implementations` are transformers' `attn_implementation` and
-    `experts_implementation`; what is not named is left to transformers.
+    `load_stage` casts weights to `dtype`. `implementations` are transformers' `attn_implementation` and
+    `experts_implementation`; transformers chooses those that are not given.
 
     Raises:
         UserError: if transformers does not know the architecture or rejects the config.
@@ -75,15 +75,16 @@ def meta_model(
 def meta_stage(
     directory: Path, stage: str, trust_remote_code: bool, dtype: torch.dtype, **implementations: str
 ) -> PreTrainedModel:
-    """A `meta_model` in which the layers that are not this stage have lost their modules: most of its jobs' time would go
-    by looking through them. A process builds the model once.
+    """Builds a `meta_model` whose other layers have no modules; searching them would take most of a job's time.
+
+    A process builds the full model once and copies it for each stage.
 
     Raises:
         UserError: as `meta_model` does.
     """
     model = _whole_model(directory, sha256(directory / CONFIG), trust_remote_code, dtype, **implementations)
     layers = cast("torch.nn.ModuleList", model.get_submodule(parts_of(model).layers))
-    empty: dict[int, Any] = {  # which deepcopy takes for copies of other layers' modules, parameters, hooks
+    empty: dict[int, Any] = {  # deepcopy uses these as the copies of other layers' modules, parameters and hooks
         id(held): type(held)()
         for index, layer in enumerate(layers)
         if index != layer_of(stage)
@@ -97,15 +98,16 @@ def meta_stage(
 def _whole_model(
     directory: Path, config: str, trust_remote_code: bool, dtype: torch.dtype, **implementations: str
 ) -> PreTrainedModel:
-    """A `meta_model` by the digest of its config.json, too; not to be changed. Code that comes with a checkpoint is not
-    looked at: no process is shared that trusts it.
+    """Builds a `meta_model`, cached also by the digest of its config.json; do not change the result.
+
+    The cache ignores code that comes with a checkpoint: processes that trust such code are never shared.
     """
     return meta_model(directory, trust_remote_code, dtype, **implementations)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the stages are in a transformers causal language model: dotted module names."""
+    """Dotted module names of the stages in a transformers causal language model."""
 
     embed: str
     layers: str
@@ -113,7 +115,7 @@ class Parts:
     lm_head: str
 
     def stage_of(self, parameter: str) -> str | None:
-        """The stage that owns a parameter or buffer of this name."""
+        """Returns the stage that owns a parameter or buffer of this name, or None."""
         if parameter.startswith(self.layers + "."):
             return layer_stage(int(parameter.removeprefix(self.layers + ".").split(".")[0]))
         for prefix, stage in ((self.embed, EMBED), (self.norm, NORM), (self.lm_head, LM_HEAD)):
@@ -122,37 +124,37 @@ class Parts:
         return None
 
     def path_of(self, stage: str) -> str:
-        """The name of the module that a stage is."""
+        """Returns the name of a stage's module."""
         if (layer := layer_of(stage)) is not None:
             return f"{self.layers}.{layer}"
         return {EMBED: self.embed, NORM: self.norm, LM_HEAD: self.lm_head}[stage]
 
 
 def parameters_of(model: PreTrainedModel, stage: str) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a stage by their names in the model, also those that a tied head shares."""
+    """Returns a stage's parameters and buffers by name, including those that a tied head shares."""
     tied = stage == LM_HEAD and model.config.get_text_config().tie_word_embeddings
     path = parts_of(model).path_of(EMBED if tied else stage)
     return model.get_submodule(path).state_dict(prefix=f"{path}.")
 
 
 def held_by(model: PreTrainedModel, stage: str) -> dict[str, dict[str, Any]]:
-    """`dtype` and `shape` of each parameter and buffer of a stage, as the model holds it."""
+    """Returns `dtype` and `shape` of each parameter and buffer of a stage in the model."""
     parameters = parameters_of(model, stage)
     return {name: {"dtype": dtype_name(tensor), "shape": list(tensor.shape)} for name, tensor in parameters.items()}
 
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm")
-"""What transformers' decoders call the norm after their last layer."""
+"""Names of the norm after the last layer in transformers' decoders."""
 
 
 def parts_of(model: PreTrainedModel) -> Parts:
-    """Finds the stages' modules by transformers' own accessors.
+    """Finds the stages' modules through transformers' own accessors.
 
     Raises:
-        UserError: if the decoder is not an embedding, `layers`, a norm and a head, as those of transformers' style are.
+        UserError: if the model is not an embedding, `layers`, a norm and a head, as is usual in transformers.
     """
     decoder = model.get_decoder()
-    if decoder is model:  # llama4's accessor answers with the model itself
+    if decoder is model:  # llama4's accessor returns the model itself
         decoder = cast("torch.nn.Module", model.model)
     head = model.get_output_embeddings()
     norm = next((getattr(decoder, name) for name in NORMS if hasattr(decoder, name)), None)
@@ -162,16 +164,16 @@ def parts_of(model: PreTrainedModel) -> Parts:
             f"so it cannot be cut in stages. Name a decoder such as Llama, Qwen, Gemma, DeepSeek, gpt-oss or MiniMax."
         )
     layers = cast("torch.nn.Module", decoder.layers)
-    inside = set(layers.children())  # which would all be looked through at each call
+    inside = set(layers.children())  # exclude them: walking all layers at each call is slow
     names = {module: name for name, module in model.named_modules(memo=inside)}
     return Parts(names[model.get_input_embeddings()], names[layers], names[norm], names[head])
 
 
 def conversion(model: PreTrainedModel) -> tuple[list[WeightTransform], HfQuantizer | None]:
-    """transformers' mapping from names on disk to names in memory; and of a quantised checkpoint, what dequantises it.
+    """Returns transformers' mapping from names on disk to names in memory, and the dequantiser if one is needed.
 
     Raises:
-        UserError: if the checkpoint is quantised in a way that transformers cannot undo while it loads.
+        UserError: if the checkpoint is quantised in a way that transformers cannot undo while loading.
     """
     dequantized = _dequantizing(model.config)
     if dequantized is None:
@@ -186,8 +188,10 @@ _dequantize_even = Fp8Dequantize._dequantize_one
 def _dequantize_one(
     self: Fp8Dequantize, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Transformers' own, which takes all blocks of a side to be equal, for sides whose last block is smaller, as those of
-    DeepSeek-V3's `kv_a_proj_with_mqa` with 576 rows: it would refuse them, or divide by the wrong lines.
+    """Extends transformers' own method to sides whose last block is smaller than the others.
+
+    The original assumes equal blocks. For DeepSeek-V3's `kv_a_proj_with_mqa`, which has 576 rows, it would raise an
+    error or apply the scales to the wrong rows.
     """
     block = self.hf_quantizer.quantization_config.weight_block_size
     if block and quantized.dtype == torch.float8_e4m3fn and scales.ndim >= 2:
@@ -199,7 +203,7 @@ Fp8Dequantize._dequantize_one = _dequantize_one
 
 
 def dequantizing(directory: Path, trust_remote_code: bool) -> Any:
-    """The `quantization_config` for `from_pretrained` with which it loads what is not quantised; None if nothing is.
+    """Returns the `quantization_config` that makes `from_pretrained` dequantise; None if nothing is quantised.
 
     Raises:
         UserError: as `conversion` does.
@@ -221,14 +225,14 @@ def _dequantizing(config: Any) -> Any:
             f"config.json: quantization_config: transformers cannot dequantize {settings.get('quant_method')} while it "
             "loads. Name a checkpoint in FP8 or one that is not quantized."
         )
-    dequantized.dequantize = True  # as users of a CPU get it, and without a look for a GPU
+    dequantized.dequantize = True  # as transformers does on a CPU, but without searching for a GPU
     return dequantized
 
 
 def assign_stages(model: PreTrainedModel, names: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """By stage the tensors on disk that it needs, each with the parameter in memory it goes into; and those none needs.
+    """Returns the tensors on disk that each stage needs, with the parameter each goes into, and the unused tensors.
 
-    A tied head needs the embedding's tensor. Names are converted by transformers' own mapping.
+    A tied head needs the embedding's tensor. transformers' own mapping converts the names.
     """
     mapping, _ = conversion(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -252,11 +256,11 @@ def assign_stages(model: PreTrainedModel, names: Sequence[str]) -> tuple[dict[st
 def describe_stages(
     directory: Path, stages: Sequence[str], trust_remote_code: bool
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """What each stage reads from the checkpoint, for results/weights/STAGE.json, and tensors that no stage loads.
+    """Describes what each stage reads, for results/weights/STAGE.json, and lists the tensors that no stage loads.
 
-    By stage: `{"digest", "tensors": {name: {"file", "parameter", "dtype", "shape", "sha256"}}}`, or `{"error": message}` if
-    a shard of that stage is damaged, or a tensor is not there that the index names or the model needs. The digest covers
-    names, dtypes, shapes and contents.
+    By stage: `{"digest", "tensors": {name: {"file", "parameter", "dtype", "shape", "sha256"}}}`. The digest covers
+    names, dtypes, shapes and contents. If a shard of the stage is damaged, or a tensor is missing that the index names
+    or the model needs, the entry is `{"error": message}`.
 
     Raises:
         UserError: if the checkpoint as a whole cannot be used.
@@ -293,13 +297,13 @@ def load_stage(
     device: torch.device,
     taken: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Fills the weights of one stage into a `meta_model` or `meta_stage`, in place: converted as transformers does, cast to
-    its dtype.
+    """Loads the weights of one stage into a `meta_model` or `meta_stage`, in place.
 
-    Parameters and buffers in `taken` (by their names in the model) are those tensors, in the model's dtype, and are not
-    read. Buffers that are computed and not loaded (rotary frequencies, embedding scale) are made for the whole model.
+    transformers converts the weights and casts them to the model's dtype. Parameters and buffers in `taken` (by their
+    names in the model) use those tensors, cast to the model's dtype, instead of reading from disk. Buffers that are
+    computed rather than loaded (rotary frequencies, embedding scale) are computed for the full model.
 
-    At no time is a tensor of all experts held twice: they are read and converted one by one.
+    A tensor of all experts is never in memory twice: experts are read and converted one by one.
 
     Raises:
         StageError: if a tensor is missing, has the wrong shape or cannot be converted.
@@ -325,7 +329,7 @@ def load_stage(
     if loading.conversion_errors:
         name, message = sorted(loading.conversion_errors.items())[0]
         raise StageError(f"{stage}: {name} cannot be converted ({first_line(message)}).")
-    # With a dequantiser, transformers leaves what is not quantised as it is.
+    # With a dequantiser, transformers does not cast the tensors that are not quantised.
     for name in set(parameters.values()) - set(taken):
         tensor = model.get_parameter_or_buffer(name)
         if tensor.dtype != declared[name] == torch.promote_types(tensor.dtype, declared[name]):
@@ -336,7 +340,7 @@ def load_stage(
 
 @dataclass(frozen=True)
 class _Changed:
-    """A tensor on disk that is changed as it is read."""
+    """A tensor on disk that `change` modifies as it is read."""
 
     tensor: TensorOfStage
     change: Callable[[torch.Tensor], torch.Tensor]
@@ -357,7 +361,7 @@ def load_changed(
     ending: str,
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """A parameter as it is loaded when its tensors on disk whose names end so are changed; the model stays as it is.
+    """Loads a parameter after changing its tensors on disk whose names end with `ending`; the model stays as it is.
 
     Raises:
         StageError: if no tensor on disk has this ending.
@@ -378,7 +382,7 @@ def load_changed(
 
 
 def _fill(model: PreTrainedModel, read: Mapping[str, Any], device: torch.device) -> Any:
-    """Has transformers convert tensors by their names on disk, fill them into the model and say what it found."""
+    """Lets transformers convert tensors by their names on disk and load them into the model; returns its report."""
     mapping, dequantizer = conversion(model)
     config = LoadStateDictConfig(
         dtype=model.dtype,
@@ -392,7 +396,7 @@ def _fill(model: PreTrainedModel, read: Mapping[str, Any], device: torch.device)
 
 
 def replace_tensor(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Puts another tensor in the place of a parameter or buffer."""
+    """Replaces a parameter or buffer with another tensor."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     if leaf in owner._buffers:
@@ -403,7 +407,7 @@ def replace_tensor(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> N
 
 @contextlib.contextmanager
 def _read_when_needed() -> Iterator[None]:
-    """Has transformers read a tensor when its turn comes; by itself it reads all of a checkpoint ahead, in threads."""
+    """Makes transformers read each tensor only when it needs it; by default, threads read the checkpoint ahead."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -417,14 +421,14 @@ def _read_when_needed() -> Iterator[None]:
 
 
 class _OneExpertAtATime(WeightConverter):
-    """A conversion that stacks experts, done expert by expert into a tensor that is made once.
+    """A conversion that stacks experts one by one into a tensor that is allocated once.
 
-    transformers collects all experts, stacks gate and up each, then joins them: three times their memory.
+    transformers collects all experts, stacks gate and up separately, then joins them: three times their memory.
     """
 
     def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         if len({len(readers) for readers in self.collected_tensors.values()}) != 1:
-            return super().convert(layer_name, *args, **kwargs)  # which says what is wrong
+            return super().convert(layer_name, *args, **kwargs)  # it reports what is wrong
         collected, self.collected_tensors = self.collected_tensors, {}
         number = len(next(iter(collected.values())))
         stacked: dict[str, torch.Tensor] = {}
@@ -443,7 +447,7 @@ class _OneExpertAtATime(WeightConverter):
 
 
 def _one_expert_at_a_time(entry: WeightTransform) -> WeightTransform:
-    """The same conversion as `_OneExpertAtATime`, if that gives the same: experts are stacked and stay the first dim."""
+    """Converts an entry to `_OneExpertAtATime` if it stacks experts and keeps them as the first dim."""
     operations = [operation for operation in getattr(entry, "operations", ()) if not hasattr(operation, "hf_quantizer")]
     stacks = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
     keeps_first = all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in operations[1:])
@@ -456,7 +460,7 @@ def _one_expert_at_a_time(entry: WeightTransform) -> WeightTransform:
 
 
 def _make_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Computes the buffers that no checkpoint holds, by the model's own `_init_weights` as `from_pretrained` does."""
+    """Computes the buffers that no checkpoint contains, with the model's `_init_weights` as in `from_pretrained`."""
     owners = []
     for name, buffer in list(model.named_non_persistent_buffers()):
         path, _, leaf = name.rpartition(".")
@@ -465,5 +469,5 @@ def _make_computed_buffers(model: PreTrainedModel, device: torch.device) -> None
         owners.append(owner)
     for owner in dict.fromkeys(owners):
         for parameter in owner.parameters(recurse=False):
-            parameter._is_hf_initialized = True  # loaded or meant to stay on meta: not to be drawn at random
+            parameter._is_hf_initialized = True  # loaded or meant to stay on meta: do not initialise at random
         model._init_weights(owner)

@@ -1,4 +1,4 @@
-"""Names of stages: `embed`, `layer_000` ..., `norm`, `lm_head`, and the selections of them that a user writes."""
+"""Names of stages: `embed`, `layer_000` ..., `norm`, `lm_head`, and how users select them."""
 
 import re
 from collections.abc import Sequence
@@ -9,25 +9,25 @@ EMBED, NORM, LM_HEAD = "embed", "norm", "lm_head"
 
 
 def layer_stage(layer: int) -> str:
-    """Stage name of decoder layer `layer` (from 0): `layer_007`."""
+    """Returns the stage name of decoder layer `layer` (from 0): `layer_007`."""
     return f"layer_{layer:03d}"
 
 
 def layer_of(stage: str) -> int | None:
-    """Index of the decoder layer that `stage` runs, or None for `embed`, `norm` and `lm_head`."""
+    """Returns the index of the decoder layer that `stage` runs, or None for `embed`, `norm` and `lm_head`."""
     return int(stage.removeprefix("layer_")) if stage.startswith("layer_") else None
 
 
 def all_stages(num_layers: int) -> list[str]:
-    """Every stage of a model with `num_layers` decoder layers, in the order data flows."""
+    """Returns every stage of a model with `num_layers` decoder layers, in the order of data flow."""
     return [EMBED, *map(layer_stage, range(num_layers)), NORM, LM_HEAD]
 
 
 def parse_ranges(text: str, num_layers: int, key: str) -> list[int]:
-    """Layers named by `all`, `3` or `0-5,30`, sorted and without repeats.
+    """Returns the layers that `all`, `3` or `0-5,30` selects, sorted and without repeats.
 
     Raises:
-        UserError: names `key` when the text cannot be read or reaches beyond the model.
+        UserError: naming `key`, if the text cannot be parsed or reaches beyond the model.
     """
     if text == "all":
         return list(range(num_layers))
@@ -50,9 +50,10 @@ def parse_ranges(text: str, num_layers: int, key: str) -> list[int]:
 
 
 def selected_stages(layers: Sequence[int], num_layers: int) -> list[str]:
-    """Stages to port and compare: the layers, `embed` with the first layer, `norm` and `lm_head` with the last.
+    """Returns the stages to port and compare.
 
-    The golden streams from `embed` to the last of them, so leaving the end out saves its time.
+    These are the layers, plus `embed` if the first layer is among them, and `norm` and `lm_head` if the last one is.
+    The golden runs from `embed` to the last selected stage, so leaving out the end saves time.
     """
     chosen = set(layers)
     return [
@@ -63,10 +64,12 @@ def selected_stages(layers: Sequence[int], num_layers: int) -> list[str]:
 
 
 def chain_stages(chain: str, num_layers: int) -> list[str]:
-    """Stages of one entry of `chains`: `all` runs from `embed` to `lm_head`, `2-4` these layers, `3` that one.
+    """Returns the stages of one entry of `chains`.
+
+    `all` runs from `embed` to `lm_head`; `2-4` selects these layers, `3` that layer.
 
     Raises:
-        UserError: if the text is not one unbroken range inside the model.
+        UserError: if the text is not one contiguous range inside the model.
     """
     if chain == "all":
         return all_stages(num_layers)
@@ -77,15 +80,16 @@ def chain_stages(chain: str, num_layers: int) -> list[str]:
 
 
 def previous_stage(stage: str, num_layers: int) -> str | None:
-    """The stage whose output feeds `stage`, or None for `embed`."""
+    """Returns the stage whose output feeds `stage`, or None for `embed`."""
     order = all_stages(num_layers)
     position = order.index(stage)
     return order[position - 1] if position else None
 
 
 def related_stages(stage: str, num_layers: int) -> list[str]:
-    """Stages whose weights a port may have loaded in place of those of `stage`: the layers beside it, for `lm_head` the
-    embedding and the last norm.
+    """Returns the stages whose weights a port may have loaded by mistake instead of those of `stage`.
+
+    These are the neighbouring layers; for `lm_head`, the embedding and the last norm.
     """
     layer = layer_of(stage)
     if layer is not None:
@@ -94,14 +98,14 @@ def related_stages(stage: str, num_layers: int) -> list[str]:
 
 
 def first_run(stages: Sequence[str], num_layers: int) -> list[str]:
-    """The stages from the first on that follow one another in the model without a gap."""
+    """Returns the leading stages that follow one another in the model without a gap."""
     order = all_stages(num_layers)
     start = order.index(stages[0])
     return [stage for stage, following in zip(stages, order[start:], strict=False) if stage == following]
 
 
 def ranges(stages: Sequence[str]) -> str:
-    """Names of stages with runs of layers put together: `embed, layer_000 to layer_005, norm`."""
+    """Lists stages, with consecutive layers joined: `embed, layer_000 to layer_005, norm`."""
     runs: list[list[str]] = []
     for stage in stages:
         before = layer_of(runs[-1][-1]) if runs else None

@@ -1,11 +1,11 @@
 """The default checkpoint: a small MiniMax-M2, trained for half a minute on public-domain text, in the released layout.
 
-Golden and port must agree on this model only if every detail is right, so each detail is made to matter: norm weights
-are far from 1, heads differ in scale, correction biases change the choice of experts, and three channels of the
-residual stream are massive. Training then makes attention and routing depend on the text. tests/unit/test_tiny.py
-measures by how much each known porting mistake shows.
+Golden and port can agree on this model only if every detail is right, because every detail matters: norm weights are
+far from 1, heads differ in scale, correction biases change the choice of experts, and three channels of the residual
+stream are massive. Training then makes attention and routing depend on the text. tests/model/test_tiny.py measures how
+much each known porting mistake shows.
 
-torch and transformers are imported inside functions, because the Snakefile reads `FILES` and runs without them.
+Functions import torch and transformers themselves, because the Snakefile reads `FILES` and runs without them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from layerproof.paths import WORKFLOW
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +33,16 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-TEXT = Path(__file__).parents[2] / "resources" / "text.txt"
+TEXT = WORKFLOW / "workflow/resources/text.txt"
 STEPS = 240
 
 SPECIAL_TOKENS = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
 PAD, BOS, EOS = range(3)
 
-# Fields and spelling of MiniMaxAI/MiniMax-M2's config.json, with smaller sizes, without remote code and FP8, and with
-# the ids of special tokens, whose defaults would lie outside this vocabulary. As there, queries are twice as wide as
-# the residual stream (so hidden_size / num_attention_heads is not head_dim), and half of each head is rotated.
+# Fields and spelling follow MiniMaxAI/MiniMax-M2's config.json. Sizes are smaller, there is no remote code or FP8, and
+# the ids of special tokens are explicit, because their defaults lie outside this vocabulary. As in MiniMax-M2, queries
+# are twice as wide as the residual stream (so hidden_size / num_attention_heads is not head_dim), and half of each head
+# is rotated.
 CONFIG = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "attn_type_list": [1] * 6,
@@ -75,24 +78,23 @@ CONFIG = {
 }
 
 EMBEDDING_RMS = 0.8
-# Channel -> mean value in the embedding. Larger values would blind R on a stage's output: in bf16 one channel at 60 is
-# rounded by up to 0.125.
+# Channel -> mean value in the embedding. Larger values would hide errors from R on a stage's output: bf16 rounds a
+# channel at 60 by up to 0.125.
 MASSIVE = {17: 60.0, 71: -44.0, 105: 32.0}
-# What layers write to the massive channels, relative to the others: next to nothing, so that these channels stay.
+# Factor on what layers write to the massive channels: next to nothing, so that these channels stay massive.
 MASSIVE_WRITE = 1 / 64
 
-# bf16 holds multiples of 1/32 exactly from 4 up to 8, so loading in bf16 does not change a bias.
+# bf16 represents multiples of 1/32 exactly from 4 up to 8, so loading in bf16 does not change a bias.
 BIAS_STEP = 1 / 32
 BIAS_SPREAD = 0.25
 BIAS_LIMIT = 0.40625
 
 
 def make(directory: Path, seed: int = 0, steps: int = STEPS, form: str = "bf16") -> None:
-    """Makes the checkpoint: `FILES` in `directory`, which is replaced if it exists.
+    """Builds the checkpoint: writes `FILES` to `directory`, and replaces the directory if it exists.
 
-    Equal seeds give equal bytes on one machine. The files are written to a sibling of `directory`, which is then
-    renamed, so a killed job leaves no half-written checkpoint. `form` is bf16 or fp8; `steps` shortens the training, for
-    tests.
+    Equal seeds produce equal bytes on one machine. The files go to a sibling of `directory`, which is then renamed, so
+    a killed job leaves no half-written checkpoint. `form` is bf16 or fp8; tests use `steps` to shorten the training.
     """
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +114,7 @@ def make(directory: Path, seed: int = 0, steps: int = STEPS, form: str = "bf16")
 
 
 def build_tokenizer(text: str) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` tokens learned from `text`, with all 256 bytes: nothing is unknown."""
+    """Learns a byte-level BPE of `vocab_size` tokens from `text`; it includes all 256 bytes, so nothing is unknown."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -129,10 +131,10 @@ def build_tokenizer(text: str) -> Tokenizer:
 
 
 def train(tokens: list[int], seed: int = 0, steps: int = STEPS) -> MiniMaxM2ForCausalLM:
-    """Shapes an fp32 model, trains it on `tokens`, and returns it in bf16, router and its bias in fp32.
+    """Shapes an fp32 model, trains it on `tokens`, and returns it in bf16, with router and bias in fp32.
 
-    Runs on one thread: the result then does not depend on the number of cores, and a busy machine slows it
-    down twofold, not tenfold as with threads that wait for each other.
+    Training runs on one thread, so the result does not depend on the number of cores. A busy machine then slows it down
+    twofold; with threads that wait for each other, tenfold.
     """
     import torch
     from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
@@ -151,27 +153,27 @@ def train(tokens: list[int], seed: int = 0, steps: int = STEPS) -> MiniMaxM2ForC
 
     model.to(torch.bfloat16)
     for layer in model.model.layers:
-        # fp32 on disk as in the release, with values that bf16 holds too, so that bf16 and fp32 choose alike.
+        # fp32 on disk as in the release, with values that bf16 represents too, so that bf16 and fp32 choose alike.
         layer.mlp.gate.float()
         layer.mlp.e_score_correction_bias = layer.mlp.e_score_correction_bias.float()
     return model.eval()
 
 
 def _shape(model: Any) -> None:
-    """Sets initial weights under which every detail of the model matters; see the comments for what each is for."""
+    """Sets initial weights that make every detail of the model matter; the comments explain each."""
     import torch
 
     def uniform(low: float, high: float, size: int) -> torch.Tensor:
         return torch.empty(size).uniform_(low, high)
 
     def norm_weight() -> torch.Tensor:
-        """[hidden], large because massive channels shrink the others in RMSNorm, and small at those channels."""
+        """Draws [hidden] weights: large, because massive channels shrink the others in RMSNorm, and small at those."""
         weight = uniform(2.0, 10.0, config.hidden_size)
         weight[massive] = uniform(0.1, 0.2, len(massive))
         return weight
 
     def spread(low: float, high: float, size: int) -> torch.Tensor:
-        """[size], evenly spaced in random order: unequal for certain, unlike random values."""
+        """Returns [size] evenly spaced values in random order; unlike random values, they are certain to differ."""
         return torch.linspace(low, high, size)[torch.randperm(size)]
 
     config = model.config
@@ -193,7 +195,7 @@ def _shape(model: Any) -> None:
             attention = layer.self_attn
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
                 projection.weight.normal_(std=config.hidden_size**-0.5)
-            # Heads of unequal scale tell a norm over the whole projection from one per head.
+            # Heads of unequal scale distinguish a norm over the whole projection from one per head.
             attention.q_proj.weight.view(config.num_attention_heads, -1).mul_(
                 spread(0.4, 1.9, config.num_attention_heads)[:, None]
             )
@@ -210,13 +212,13 @@ def _shape(model: Any) -> None:
             experts.down_proj.normal_(std=0.4 * config.intermediate_size**-0.5)
             experts.down_proj[:, massive] *= MASSIVE_WRITE
 
-            # The level is different in each layer; only the differences within a layer act on the choice, and they
-            # are smaller than the range of the scores, so that tokens still decide.
+            # The level differs between layers; only differences within a layer affect the choice. They are smaller than
+            # the range of the scores, so that tokens still decide.
             favour = spread(-BIAS_SPREAD, BIAS_SPREAD, config.num_local_experts)
             layer.mlp.e_score_correction_bias.copy_(((base + favour) / BIAS_STEP).round() * BIAS_STEP)
             # A massive channel is nearly constant, so its column sets a level of the logits: lower for experts that
-            # the bias favours (4 is the inverse slope of the sigmoid). All are then used about equally, but not
-            # if the bias is dropped. The common -1 keeps scores and so expert weights apart from each other.
+            # the bias favours (4 is the inverse slope of the sigmoid). All experts are then used about equally, but not
+            # if a port drops the bias. The common -1 keeps scores, and so expert weights, apart from each other.
             router = layer.mlp.gate.weight
             router.normal_(std=1.5 * config.hidden_size**-0.5)
             constant = layer.post_attention_layernorm.weight[massive[0]] * MASSIVE[massive[0]] / stream_rms
@@ -224,14 +226,14 @@ def _shape(model: Any) -> None:
 
 
 def _fit(model: Any, tokens: torch.Tensor, steps: int, batch: int = 6, length: int = 128) -> None:
-    """Trains `model` (fp32) in place on next tokens of `tokens` [n, int64] with AdamW."""
+    """Trains `model` (fp32) in place to predict the next token in `tokens` [n, int64], with AdamW."""
     import torch
     import torch.nn.functional as F
 
     writers = [p for name, p in model.named_parameters() if name.endswith(("o_proj.weight", "down_proj"))]
     routers = [layer.mlp.gate.weight for layer in model.model.layers]
     slow = {id(p) for p in writers + routers}
-    # Layers that learn to write much would drown the massive channels, and routers that learn fast saturate.
+    # Layers that learn to write large values would drown the massive channels, and routers that learn fast saturate.
     groups = [
         {"params": [p for p in model.parameters() if id(p) not in slow], "speed": 1.0},
         {"params": writers + routers, "speed": 0.2},
@@ -256,7 +258,7 @@ def _fit(model: Any, tokens: torch.Tensor, steps: int, batch: int = 6, length: i
             loss = loss + min(1.0, step / 50) * margin_loss + 0.1 * balance_loss
             if step % 2 == 0 and step < 0.8 * steps:
                 _balance(bias, load, limit)
-        # A residual stream that grows would leave the massive channels no longer massive.
+        # If the residual stream grew, the massive channels would no longer be massive.
         loss = loss + 0.01 * sum(hidden.square().mean() for hidden in out.hidden_states[1:-1])
 
         optimizer.zero_grad()
@@ -268,9 +270,9 @@ def _fit(model: Any, tokens: torch.Tensor, steps: int, batch: int = 6, length: i
 def _routing(
     logits: torch.Tensor, bias: torch.Tensor, top_k: int, margin: float = 0.15
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two losses on the router logits [tokens, experts] of one layer, and the load [experts] relative to a fair share.
+    """Computes two losses on a layer's router logits [tokens, experts], and the load [experts] over its fair share.
 
-    The first asks that the last chosen expert beats the first rejected one by `margin`, so that bf16 noise does not
+    The first loss pushes the last chosen expert above the first rejected one by `margin`, so that bf16 noise does not
     flip the choice. The second is the balance loss of Switch Transformer, for sigmoid scores.
     """
     scores = logits.sigmoid()
@@ -283,21 +285,21 @@ def _routing(
 
 
 def _bias_limits(bias: torch.Tensor) -> tuple[float, float]:
-    """How far balancing may move the biases [experts] of one layer: multiples of `BIAS_STEP` around their mean."""
+    """Returns the limits of one layer's biases [experts] for balancing: multiples of `BIAS_STEP` around their mean."""
     centre = round(bias.mean().item() / BIAS_STEP) * BIAS_STEP
     return centre - BIAS_LIMIT, centre + BIAS_LIMIT
 
 
 def _balance(bias: torch.Tensor, load: torch.Tensor, limits: tuple[float, float]) -> None:
-    """Moves the biases [experts] of over- and underused experts one step, in place.
+    """Moves the biases [experts] of over- and underused experts by one step, in place.
 
-    Source: auxiliary-loss-free load balancing (DeepSeek-V3), which is what the correction bias is for.
+    Source: auxiliary-loss-free load balancing (DeepSeek-V3), the purpose of the correction bias.
     """
     bias.add_(((load < 0.5).float() - (load > 1.8).float()) * BIAS_STEP).clamp_(*limits)
 
 
 def _freeze_massive_channels(model: Any) -> None:
-    """Keeps what the embedding and the layers write to the massive channels out of the training."""
+    """Excludes from training what the embedding and the layers write to the massive channels."""
     import torch
 
     trained = torch.ones(model.config.hidden_size)
@@ -309,16 +311,16 @@ def _freeze_massive_channels(model: Any) -> None:
 
 
 def save(model: Any, tokenizer: Tokenizer, directory: Path) -> None:
-    """Writes `FILES`; tensors get their released names by transformers' own conversion.
+    """Writes `FILES`; transformers' own conversion produces the released names of the tensors.
 
     Raises:
-        RuntimeError: if the files made are not exactly `FILES`.
+        RuntimeError: if the written files are not exactly `FILES`.
     """
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    # Shards are filled one after the other, so 5 % more than an equal part gives `SHARDS` of them.
+    # transformers fills shards one after the other, so 5 % more than an equal part yields `SHARDS` shards.
     model.save_pretrained(directory, max_shard_size=int(size / SHARDS * 1.05), save_original_format=True)
     for name in WEIGHTS:
-        # safetensors makes files that only their owner can read; a job in a container may run as someone else.
+        # safetensors creates files that only their owner can read; a job in a container may run as another user.
         (directory / name).chmod((directory / "config.json").stat().st_mode)
     tokenizer.save(str(directory / "tokenizer.json"))
     tokenizer_config = {
@@ -328,7 +330,7 @@ def save(model: Any, tokenizer: Tokenizer, directory: Path) -> None:
         **SPECIAL_TOKENS,
     }
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
-    # transformers has written its own spelling (rope_parameters, dtype); the release has the older one.
+    # transformers writes its own spelling (rope_parameters, dtype); the release uses the older one.
     _write_json(directory / "config.json", CONFIG)
     generation = {"bos_token_id": BOS, "do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD}
     _write_json(directory / "generation_config.json", generation)

@@ -1,4 +1,4 @@
-"""Prompts as token ids: padded on the right to one length, with a mask of what is not padding."""
+"""Prompts as token ids: padded on the right to one length, with a mask of the tokens that are not padding."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class Tokens:
 
     @classmethod
     def read(cls, path: Path) -> Tokens:
-        """Tokens as `make` left them in results/tokens.json."""
+        """Reads the tokens that `make` wrote to results/tokens.json."""
         content = read_json(path)
         return pad(content["ids"], content["pad_id"])
 
 
 def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Tokens:
-    """Rows of ids of different length as one array, padded on the right.
+    """Pads rows of ids of different length on the right, to one array.
 
-    On the right a causal mask alone keeps padding out of the other tokens, and every query sees at least one key.
+    With padding on the right, the causal mask alone keeps padding out of the other tokens, and every query sees at
+    least one key.
     """
     length = max(map(len, rows))
     ids = np.full((len(rows), length), pad_id, dtype=np.int64)
@@ -42,10 +43,10 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Tokens:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt a paragraph: prompts are separated by empty lines, line breaks inside one are kept.
+    """Reads one prompt per paragraph: empty lines separate prompts, and line breaks inside a prompt stay.
 
     Raises:
-        UserError: if the file cannot be read as UTF-8 or holds no prompt.
+        UserError: if the file cannot be read as UTF-8 or contains no prompt.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -58,10 +59,10 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_token_ids(path: Path, vocabulary: int) -> list[list[int]]:
-    """Token ids from a JSON file: a list of lists of integers.
+    """Reads token ids from a JSON file: a list of lists of integers.
 
     Raises:
-        UserError: if it is anything else, or an id is outside the vocabulary.
+        UserError: if the file contains anything else, or an id is outside the vocabulary.
     """
     try:
         rows = read_json(path)
@@ -87,19 +88,19 @@ def make(
     max_tokens: int,
     trust_remote_code: bool,
 ) -> None:
-    """Writes results/tokens.json from prompts (by the checkpoint's tokenizer) or from token ids, cut to `max_tokens`.
+    """Writes results/tokens.json from prompts (with the checkpoint's tokenizer) or token ids, cut to `max_tokens`.
 
     Raises:
         UserError: if the input is unusable or the checkpoint has no tokenizer.
     """
     vocabulary = (config.get("text_config") or config).get("vocab_size") or config["vocab_size"]
     pad_id = config.get("pad_token_id")
-    pad_id = pad_id if pad_id in range(vocabulary) else 0  # some have none, or -1
+    pad_id = pad_id if pad_id in range(vocabulary) else 0  # some configs have no pad token, or -1
     texts: list[str] = []
     if token_ids is not None:
         rows = read_token_ids(token_ids, vocabulary)
     else:
-        assert prompts is not None  # the schema demands one of the two
+        assert prompts is not None  # the schema requires one of the two
         texts = read_prompts(prompts)
         from transformers import AutoTokenizer
 

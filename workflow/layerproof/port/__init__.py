@@ -1,4 +1,4 @@
-"""The port, and how its stages are run. A port imports `Stage` from here."""
+"""The port and how its stages run. A port imports `Stage` from here."""
 
 from layerproof.port.contract import Stage
 

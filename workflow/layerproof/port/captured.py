@@ -1,8 +1,8 @@
-"""What NxD Inference captured of a whole compiled model, as a chain of its own.
+"""Tensors that NxD Inference captured from a whole compiled model, compared as a chain of their own.
 
-Its hook (`tensor_capture_config`, `get_tensor_capture_hook`) saves of each module that is named there the first output: of
-the prefill, its step 1, as `captured_tensors_cte_step_1_module_NAME_output.pt`. The logits are not among them: in the
-prefill `lm_head` makes those of the last token alone, a slice of them on each rank.
+The library's capture hook (`tensor_capture_config`, `get_tensor_capture_hook`) saves the first output of each module
+that is named there. The prefill is step 1, saved as `captured_tensors_cte_step_1_module_NAME_output.pt`. The logits are
+not among them: in the prefill, `lm_head` computes only those of the last token, and each rank only a slice of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def make_stage(stage: str, file: Path, tokens: Tokens, output: Path) -> None:
-    """Writes `port/out` from a captured tensor [batch, seq, features], of which what was padded on is left out.
+    """Writes `port/out` from a captured tensor [batch, seq, features], without its padding.
 
     Raises:
-        StageError: if the file holds no such tensor, or fewer sequences or tokens than results/tokens.json.
+        StageError: if the file does not contain such a tensor, or has fewer sequences or tokens than
+            results/tokens.json.
     """
     import torch
 
@@ -29,7 +30,7 @@ def make_stage(stage: str, file: Path, tokens: Tokens, output: Path) -> None:
 
     try:
         tensor = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a foreign or damaged file makes of it; torch's advice is to run what is in it
+    except Exception as error:  # any error of a foreign or damaged file; torch's advice is to execute its contents
         raise StageError(f"{file}: cannot be read as a tensor ({type(error).__name__}). Capture it again.") from error
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
         raise StageError(f"{file}: holds no tensor of floats. Capture it again.")

@@ -1,8 +1,9 @@
-"""A stage of the port as one compiled graph, as it is shipped: traced once, then run on other values.
+"""A stage of the port as one compiled graph, as users ship it: traced once, then run on other values.
 
-Weights and inputs are arguments of the graph. What else a stage's forward uses becomes a constant of it, also what is
-constant by accident only: a number that was read from a tensor, a tensor that is no parameter and no buffer. So the graph is
-traced on other values than those that it is run on, and what it computes is held against the stage run as it is (`eager`).
+Weights and inputs are arguments of the graph. Everything else that a stage's forward uses becomes a constant of the
+graph, even if it is constant only by accident: a number read from a tensor, or a tensor that is neither a parameter nor
+a buffer. So Layerproof traces the graph on other values than it runs it on, and compares the result with the stage run
+without compiling (`eager`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ XLA, NEURON = "xla", "neuron"
 
 @dataclass(frozen=True)
 class Graph:
-    """`run` takes tensors of the shapes and dtypes that it was traced with. `constants` are the tensors that tracing made
-    part of the graph, numbers among them, and `digest` is that of graph and constants; none if the compiler does not tell.
+    """A traced graph. `run` accepts tensors of the shapes and dtypes that it was traced with.
+
+    `constants` are the tensors and numbers that tracing made part of the graph. `digest` covers the graph and its
+    constants; it is None if the compiler does not report them.
     """
 
     run: Callable[[Tensors], Tensors]
@@ -36,17 +39,19 @@ class Graph:
 
 
 Trace = Callable[[Callable[..., Tensors], Tensors, str], Graph]
-"""Traces a function of tensors on these, and gives the graph a name."""
+"""Traces a function on these example tensors, under a name for the graph."""
 
 
 def trace_xla(function: Callable[..., Tensors], given: Tensors, name: str) -> Graph:
-    """Traces with torch-xla: the graph that it would run, kept to be run again."""
+    """Traces with torch-xla: captures the graph that it would run, so that it can run again."""
     import torch_xla
 
     xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
-    # Or what is pending would be traced, too; and parameters are told by buffers, which what is still computed lacks.
+    # Otherwise torch-xla would trace pending work too. It also recognises parameters by their buffers, which pending
+    # tensors do not have yet.
     torch_xla.sync(wait=True)
-    # Of copies, which are other tensors for what writes to them in place, such as a cache, and the same to the graph.
+    # Trace copies: code that writes to its inputs in place, such as a cache, then leaves the originals alone, and the
+    # graph is the same.
     outputs = [output.to(given[0].device) for output in function(*(tensor.clone() for tensor in given))]
     context = xla.lowering.LoweringContext(name)
     context.build(outputs)
@@ -67,7 +72,7 @@ def trace_xla(function: Callable[..., Tensors], given: Tensors, name: str) -> Gr
 
 
 def trace_neuron(flags: Sequence[str], folder: Path) -> Trace:
-    """Traces with torch_neuronx, compiles with neuronx-cc and these flags; what it writes is kept in `folder`."""
+    """Traces with torch_neuronx and compiles with neuronx-cc and these flags; `folder` keeps the compiler's files."""
 
     def trace(function: Callable[..., Tensors], given: Tensors, name: str) -> Graph:
         import torch_neuronx  # pyright: ignore[reportMissingImports]
@@ -88,8 +93,9 @@ def trace_neuron(flags: Sequence[str], folder: Path) -> Trace:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage to compile: `call` runs it on inputs, with or without taps, with the tensors that `module` has. It is traced
-    on `others`, of the same shapes.
+    """A stage to compile. `call` runs it on inputs, with or without taps, with the tensors of `module`.
+
+    Tracing uses `others`, which have the same shapes as `inputs`.
     """
 
     module: nn.Module
@@ -98,7 +104,7 @@ class Stage:
     call: Callable[[Tensors, bool], Taps]
 
     def compiled(self, trace: Trace, with_taps: bool) -> Taps:
-        """What the graph, traced on other values, makes of the stage's inputs."""
+        """The stage's taps, computed from its inputs by a graph that was traced on other values."""
         names, graph = self.traced(trace, with_taps, self.others)
         outputs = graph.run([*self._weights.values(), *self.inputs])
         return dict(zip(names, outputs, strict=True))
@@ -109,7 +115,7 @@ class Stage:
         return {name: tensor.detach() for name, tensor in tensors if not tensor.is_meta}
 
     def traced(self, trace: Trace, with_taps: bool, inputs: Tensors) -> tuple[list[str], Graph]:
-        """Names of the outputs, and the graph."""
+        """Returns the names of the outputs, and the graph."""
         weights = self._weights
         names: list[str] = []
 
@@ -127,7 +133,7 @@ class Stage:
 
 
 class _Called(nn.Module):
-    """A stage as the call of a module, whose tensors `functional_call` can replace."""
+    """A stage as the call of a module, so that `functional_call` can replace its tensors."""
 
     def __init__(self, stage: Stage, with_taps: bool) -> None:
         super().__init__()
@@ -138,8 +144,10 @@ class _Called(nn.Module):
 
 
 def describe(stage: Stage, compiled: Taps, eager: Taps) -> dict[str, Any]:
-    """What tracing and compiling changed, as JSON: of each tap of floats the relative L2 `change` from `eager` to `compiled`
-    (null if shapes or what is not finite differ), and its `dtypes` where they differ; and what `graph_of` tells.
+    """Describes what tracing and compiling changed, as JSON.
+
+    `change` is the relative L2 of each float tap from `eager` to `compiled` (null if the shapes or the non-finite
+    values differ), and `dtypes` lists the taps whose dtype differs. The rest is what `graph_of` returns.
 
     Both `Taps` are on the host.
     """
@@ -159,13 +167,14 @@ def describe(stage: Stage, compiled: Taps, eager: Taps) -> dict[str, Any]:
 
 
 def relative_change(tensor: torch.Tensor, reference: torch.Tensor) -> float | None:
-    """The relative L2 of `tensor` against `reference` where both are finite; None if their shapes differ, or the places and
-    signs of NaN and Inf. Both are on the host.
+    """The relative L2 of `tensor` against `reference` over the elements where both are finite.
+
+    None if their shapes differ, or the places and signs of NaN and Inf. Both are on the host.
     """
     if tensor.shape != reference.shape:
         return None
     if tensor.dtype == reference.dtype and torch.equal(tensor, reference):
-        return 0.0  # without the memory that logits take in fp64
+        return 0.0  # skips the fp64 copies, which are large for logits
     tensor, reference = tensor.double(), reference.double()
     finite = tensor.isfinite() & reference.isfinite()
     if not torch.equal(tensor[~finite].nan_to_num(0.5), reference[~finite].nan_to_num(0.5)):
@@ -174,8 +183,10 @@ def relative_change(tensor: torch.Tensor, reference: torch.Tensor) -> float | No
 
 
 def graph_of(stage: Stage) -> tuple[dict[str, Any], str]:
-    """What tracing alone tells of a stage, as JSON: the `constants` in the graph that are more than a number, and whether it
-    `depends_on_values`, because the same stage gives another graph when it is traced on other values. And its digest.
+    """Describes what tracing alone shows about a stage, as JSON, and returns the digest of its graph.
+
+    `constants` are the constants in the graph that are more than one number. `depends_on_values` says whether tracing
+    the same stage on other values gives another graph.
     """
     (_, graph), (_, other) = (stage.traced(trace_xla, False, inputs) for inputs in (stage.inputs, stage.others))
     assert graph.digest is not None
@@ -190,7 +201,7 @@ def _constant(tensor: torch.Tensor, module: nn.Module) -> dict[str, Any]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that modules have as plain attributes."""
+    """Yields the tensors that modules store as plain attributes, with their dotted names."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor) and not value.is_meta:

@@ -1,17 +1,18 @@
-"""What a port is: one stage of the implementation under test, as its user would ship it.
+"""The contract of a port: one stage of the implementation under test, as its user would ship it.
 
 A port is one Python file or dotted module with
 
     build(stage: Stage) -> torch.nn.Module
-        The stage as a module; on the meta device is fine. Its forward takes `(x, positions, valid)`: `x` is the previous
-        stage's output [batch, seq, hidden] in `stage.dtype` (token ids int64 [batch, seq] for `embed`), `positions` int64
-        [seq] and `valid` bool [batch, seq] (False for padding), and returns the stage's output.
+        The stage as a module; the meta device is fine. Its forward takes `(x, positions, valid)`: `x` is the previous
+        stage's output [batch, seq, hidden] in `stage.dtype` (token ids int64 [batch, seq] for `embed`), `positions`
+        int64 [seq] and `valid` bool [batch, seq] (False for padding). It returns the stage's output.
     convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] or an iterator of its items
-        The stage's tensors as the module's state dict. `weights` are those on disk, by their names there, each read when it
-        is asked for. Of items that are yielded one by one, each is on the device before the next one is made.
+        The stage's tensors as the module's state dict. `weights` maps names on disk to tensors and reads each tensor
+        when it is accessed. If convert yields items one by one, each is on the device before convert makes the next
+        one.
     TAPS: dict[str, str]    (optional)
-        Canonical tap by dotted name of the submodule whose output it is. What is no module's output is handed over inside
-        forward with `layerproof.taps.tap`.
+        Maps canonical taps to the dotted names of the submodules whose outputs they are. To hand over a tensor that is
+        not a module's output, call `layerproof.taps.tap` inside forward.
 
 Weights are inputs of the traced graph, so all stages of one kind share one compilation.
 """
@@ -31,7 +32,7 @@ Taps = dict[str, "torch.Tensor"]
 
 
 class Call(Protocol):
-    """Runs a prepared stage: without taps, with them, or with them and `forced` ones going on in their place."""
+    """Runs a prepared stage: without taps, with them, or teacher-forced, with `forced` taps in place of its own."""
 
     def __call__(
         self, inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None
@@ -40,8 +41,10 @@ class Call(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """What a port is asked to build: `config` is the checkpoint's config.json, `options` the user's `port.options`, `shape`
-    batch and sequence of what it will be given, and `checkpoint` the folder with all of it.
+    """The stage that a port builds.
+
+    `config` is the checkpoint's config.json, `options` the user's `port.options`, `shape` the batch size and sequence
+    length of the inputs, and `checkpoint` the folder of the checkpoint.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Stage:
 
 
 class Port(Protocol):
-    """A port: a user's module, or what stands for one."""
+    """A port: a user's module, or an object that stands in for one."""
 
     def build(self, stage: Stage) -> nn.Module: ...
 

@@ -1,17 +1,16 @@
 """Models of NxD Inference (`neuronx_distributed_inference`) as ports: their layers, run one at a time.
 
-A modelling module of that library, or one written like it, has a class `NeuronXForCausalLM` that knows the others: its
-configuration (`get_config_cls`), its model (`_model_cls`), and how released tensors become the model's
-(`convert_hf_to_neuron_state_dict`, then a `preshard_hook` of each module). All of it is asked for as the library does when
-it compiles the prefill, so that a stage is what is shipped:
+A modelling module of that library, or one written like it, has a class `NeuronXForCausalLM` that names the others: its
+configuration (`get_config_cls`), its model (`_model_cls`), and the conversion of released tensors into the model's
+(`convert_hf_to_neuron_state_dict`, then a `preshard_hook` of each module). Layerproof calls all of these as the library
+does when it compiles the prefill, so a stage is the same as in the shipped model:
 
-- the model is built whole, on the meta device, and of it one stage gets values;
-- tensors are converted as one state dict, in which those of other stages are on the meta device, since a conversion may go
-  through all layers and treat them differently;
-- a layer is run by the model's own loop over layers, which makes the masks and what else it hands to a layer.
+- the whole model is built on the meta device, and only one stage of it gets values;
+- tensors are converted as one state dict, in which those of other stages are on the meta device, since a conversion may
+  go through all layers and treat them differently;
+- the model's own loop over layers runs a layer, so it builds the masks and the other arguments of a layer.
 
-The library's packages are imported here and nowhere else. They are Neuron's: see docs/nxdi.md for those that belong
-together.
+Only this module imports the library's packages. They are Neuron's: see docs/nxdi.md for versions that belong together.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from layerproof.config import Nxdi
 from layerproof.errors import StageError
 from layerproof.model import checkpoint
 from layerproof.model.stages import EMBED, LM_HEAD, NORM
@@ -39,13 +39,13 @@ from layerproof.port.contract import Stage
 from layerproof.taps import check_canonical, leaving_out
 
 PARTS = {EMBED: "embed_tokens", NORM: "norm", LM_HEAD: "lm_head"}
-"""Parts of a model besides its layers."""
+"""The parts of a model other than its layers."""
 LANGUAGE_MODEL = re.compile(r"Neuron\w+ForCausalLM\w*")
 OF_THE_RUN: tuple[str, ...] = ("batch_size", "seq_len", "torch_dtype", "tp_degree")
-"""Arguments of a NeuronConfig that the run gives."""
+"""Arguments of a NeuronConfig that the run sets."""
 
 
-def load(module: ModuleType, settings: Mapping[str, Any]) -> Port:
+def load(module: ModuleType, settings: Nxdi) -> Port:
     """The port that a modelling module defines; `settings` are the config's `port.nxdi`.
 
     Raises:
@@ -53,9 +53,9 @@ def load(module: ModuleType, settings: Mapping[str, Any]) -> Port:
     """
     from neuronx_distributed.parallel_layers import parallel_state
 
-    if not parallel_state.model_parallel_is_initialized():  # by what the module did when it was imported
+    if not parallel_state.model_parallel_is_initialized():  # the module may have done so when it was imported
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=torch.distributed.get_world_size())
-    named = settings["causal_lm"]
+    named = settings.causal_lm
     own = {name: one for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__}
     fitting = [name for name in own if LANGUAGE_MODEL.fullmatch(name)] if named is None else [named]
     found = list(dict.fromkeys(vars(module)[name] for name in fitting if isinstance(vars(module).get(name), type)))
@@ -66,16 +66,18 @@ def load(module: ModuleType, settings: Mapping[str, Any]) -> Port:
             f"{module.__file__}: has {names} for {named or LANGUAGE_MODEL.pattern}. Name one class in port.nxdi.causal_lm; "
             f"its classes are {there}."
         )
-    taken = [name for name in OF_THE_RUN if name in settings["neuron_config"]]
+    taken = [name for name in OF_THE_RUN if name in settings.neuron_config]
     if taken:
         raise StageError(f"port.nxdi.neuron_config: {taken[0]} is the run's. Leave it out.")
-    check_canonical(settings["taps"], "port.nxdi.taps")
+    check_canonical(settings.taps, "port.nxdi.taps")
     return Port(found[0], _config_class(found[0], list(own.values())), settings)
 
 
 def _config_class(causal_lm: Any, own: list[Any]) -> Any:
-    """The configuration class that a `NeuronXForCausalLM` names, or the one that its module, with these names, defines: who
-    builds an application with a configuration needs no `get_config_cls`.
+    """The configuration class that a `NeuronXForCausalLM` names, or else the only one that its module defines.
+
+    `own` are the objects that the module defines. Code that builds an application with a configuration does not need
+    `get_config_cls`, so a class may lack it.
 
     Raises:
         StageError: if there is none, or more than one.
@@ -96,27 +98,27 @@ def _config_class(causal_lm: Any, own: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Port:
-    """What `port` asks of a port, answered by the `NeuronXForCausalLM` class of a modelling module."""
+    """Implements the contract of a port with the `NeuronXForCausalLM` class of a modelling module."""
 
     causal_lm: Any
     config_class: Any
-    settings: Mapping[str, Any]
+    settings: Nxdi
 
     def build(self, stage: Stage) -> nn.Module:
-        """The stage as a module on the meta device; buffers that are no part of a state dict have their values."""
+        """The stage as a module on the meta device; buffers outside the state dict have their values."""
         model = self._model(stage, self._application(stage))
         if stage.name == EMBED:
             return _Embedding(model)
         if stage.layer is None:
             size = model.config.vocab_size if stage.name == LM_HEAD else model.config.hidden_size
             return _Part(getattr(model, PARTS[stage.name]), size)
-        nxdi_taps.check_places(model.layers, self.settings["taps"])
+        nxdi_taps.check_places(model.layers, self.settings.taps)
         layer = model.layers[stage.layer]
-        nxdi_taps.put_in(layer, *stage.shape, self.settings["taps"])
-        return _Layer(model, layer, [name for name, place in self.settings["taps"].items() if place is None])
+        nxdi_taps.put_in(layer, *stage.shape, self.settings.taps)
+        return _Layer(model, layer, [name for name, place in self.settings.taps.items() if place is None])
 
     def convert(self, stage: Stage, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The stage's released tensors as the library hands them to a rank's module, in the types that these have.
+        """The stage's released tensors as the library passes them to a rank's module, in the module's dtypes.
 
         Raises:
             StageError: if the conversion fails.
@@ -125,7 +127,7 @@ class Port:
 
         application = self._application(stage)
         model = self._model(stage, application)
-        gc.freeze()  # conversions collect garbage for each layer, and would look through all that is in memory
+        gc.freeze()  # conversions collect garbage for each layer, which would search everything in memory
         try:
             with _AmongMeta():
                 converted = self._converted(application.config, _state_on_disk(stage, weights))
@@ -140,7 +142,7 @@ class Port:
             gc.unfreeze()
         wanted = part.state_dict()
         self._refuse_codes(stage, given, wanted)
-        made = wanted | _rank_tensors(part) | given | _by_other_names(part, given)  # a buffer not given keeps its value
+        made = wanted | _rank_tensors(part) | given | _by_other_names(part, given)  # missing buffers keep their value
         own = "layer." if stage.layer is not None else "part."
         return {
             own + name.removeprefix(_prefix(stage)): made[name].to(to.dtype)
@@ -151,7 +153,7 @@ class Port:
     def _refuse_codes(
         self, stage: Stage, given: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
     ) -> None:
-        """Raises StageError at FP8 or integer values that would become weights without their scales."""
+        """Raises StageError for FP8 or integer values that would become weights without their scales."""
         for name in wanted.keys() & given.keys():
             is_code = given[name].itemsize == 1 or not given[name].is_floating_point()
             if is_code and wanted[name].is_floating_point() and given[name].dtype != wanted[name].dtype:
@@ -161,9 +163,10 @@ class Port:
                 )
 
     def _converted(self, config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's state from the released one, as `get_state_dict` and `checkpoint_loader_fn` of an application make it.
+        """The model's state dict from the released one, built as an application builds it.
 
-        Not by these: ports write them anew to read their own files.
+        Does not call an application's `get_state_dict` and `checkpoint_loader_fn`, because ports override them to read
+        their own files.
         """
         old, new = self.causal_lm._STATE_DICT_MODEL_PREFIX, self.causal_lm._NEW_STATE_DICT_MODEL_PREFIX
         names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in state}
@@ -181,10 +184,10 @@ class Port:
         return {name: tensor.to(dtype) if is_cast(name, tensor) else tensor for name, tensor in converted.items()}
 
     def _model(self, stage: Stage, application: Any) -> Any:
-        """The application's model, as `_meta_model` has it.
+        """The application's model, built by `_meta_model`.
 
         Raises:
-            StageError: if it cannot be built for this configuration, such as for so many ranks.
+            StageError: if it cannot be built for this configuration, for example for this number of ranks.
         """
         try:
             return _meta_model(application)
@@ -196,15 +199,15 @@ class Port:
             ) from error
 
     def _application(self, stage: Stage) -> Any:
-        """The library's application for the checkpoint, with shapes and type of this run.
+        """The library's application for the checkpoint, with the shapes and dtype of this run.
 
         Raises:
-            StageError: if the library does not take the configuration.
+            StageError: if the library rejects the configuration.
         """
         neuron_config = self.config_class.get_neuron_config_cls()
         given = self._neuron_settings(stage, neuron_config)
         try:
-            config = _configuration(self.config_class, neuron_config(**given), stage, self.settings["config"])
+            config = _configuration(self.config_class, neuron_config(**given), stage, self.settings.config)
             application = self.causal_lm(str(stage.checkpoint), config)
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise StageError(
@@ -222,17 +225,19 @@ class Port:
         from neuronx_distributed_inference.models.config import MoENeuronConfig
 
         dtype, ranks = str(stage.dtype).removeprefix("torch."), torch.distributed.get_world_size()
-        settings = dict(self.settings["neuron_config"])
-        is_on_neuron = os.environ.get("PJRT_DEVICE") == "NEURON" and not self.settings["cpu_mode"]
-        if issubclass(neuron_config, MoENeuronConfig) and not is_on_neuron:  # where alone its kernels run
+        settings = copy.deepcopy(dict(self.settings.neuron_config))  # the library modifies its arguments
+        is_on_neuron = os.environ.get("PJRT_DEVICE") == "NEURON" and not self.settings.cpu_mode
+        if issubclass(neuron_config, MoENeuronConfig) and not is_on_neuron:  # its kernels run only there
             given = settings.get("blockwise_matmul_config", {})
             settings["blockwise_matmul_config"] = {"use_torch_block_wise": True, **given}
         return settings | dict(zip(OF_THE_RUN, (*stage.shape, dtype, ranks), strict=True))
 
 
 def _configuration(of: Any, neuron_config: Any, stage: Stage, attributes: Mapping[str, Any]) -> Any:
-    """An InferenceConfig of this class as those who ship the model make it: by its own `from_pretrained`, which models that
-    are written beside the library mostly have and its own do not, or from config.json.
+    """An InferenceConfig of this class, built as those who ship the model build it.
+
+    That is by its own `from_pretrained`, which most models written outside the library have and the library's own do
+    not, or else from config.json.
     """
     if hasattr(of, "from_pretrained"):
         return of.from_pretrained(str(stage.checkpoint), neuron_config=neuron_config, **attributes)
@@ -240,10 +245,10 @@ def _configuration(of: Any, neuron_config: Any, stage: Stage, attributes: Mappin
 
 
 def _load_config(config: Any, stage: Stage) -> None:
-    """Sets what config.json says as NxD Inference has it, also what its transformers does not know, or not any more."""
+    """Sets config.json's values as NxD Inference does, including keys that its transformers never had or dropped."""
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
-    with contextlib.suppress(KeyError, ValueError):  # for a model that it does not know
+    with contextlib.suppress(KeyError, ValueError):  # if it does not know the model
         load_pretrained_config(str(stage.checkpoint))(config)
     for key, value in stage.config.items():
         if not hasattr(config, key):
@@ -252,13 +257,13 @@ def _load_config(config: Any, stage: Stage) -> None:
     rope, local = (by_kind.get(f"{kind}_attention", by_kind) for kind in ("full", "sliding"))
     if "rope_theta" in local and "rope_local_base_freq" not in stage.config and local is not rope:
         config.rope_local_base_freq = local["rope_theta"]
-    if "rope_theta" in rope and "rope_theta" not in stage.config:  # transformers 4 would take its default
+    if "rope_theta" in rope and "rope_theta" not in stage.config:  # transformers 4 would use its default
         config.rope_theta = rope["rope_theta"]
         config.rope_scaling = None if rope.get("rope_type", "default") == "default" else dict(rope)
 
 
 def _meta_model(application: Any) -> Any:
-    """The model that is compiled for the prefill, its parameters on the meta device and without a cache."""
+    """The model that is compiled for the prefill, with its parameters on the meta device and without a cache."""
     from neuronx_distributed.utils.model_utils import init_on_device
 
     wrapper = application.context_encoding_model
@@ -270,7 +275,7 @@ def _meta_model(application: Any) -> Any:
 
 
 def _state_on_disk(stage: Stage, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors of the checkpoint by their names there; those of other stages on the meta device."""
+    """All tensors of the checkpoint by their names on disk; those of other stages are on the meta device."""
     state = {}
     for shard in checkpoint.shards(stage.checkpoint):
         if (stage.checkpoint / shard).exists():
@@ -281,8 +286,9 @@ def _state_on_disk(stage: Stage, weights: Mapping[str, torch.Tensor]) -> dict[st
 
 
 class _AmongMeta(TorchDispatchMode):
-    """Lets a conversion use tensors on the meta device beside others, such as zeros that it makes to pad with: what is made
-    of both is on the meta device, too, and what is not there is not written into what is.
+    """Lets a conversion mix tensors on the meta device with real ones, such as zeros that it creates for padding.
+
+    The result of such a mix is on the meta device too. A meta tensor is never written into a real one.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -297,12 +303,12 @@ def _to_meta(tensor: Any) -> torch.Tensor:
 
 
 def _prefix(stage: Stage) -> str:
-    """What the names of a stage's tensors begin with in a model's state."""
+    """The prefix of a stage's tensor names in a model's state dict."""
     return f"{PARTS[stage.name]}." if stage.name in PARTS else f"layers.{stage.layer}."
 
 
 def _stage_alone(model: Any, stage: Stage) -> Any:
-    """The model without its other stages: looking through all of it for each tensor takes minutes where there are many."""
+    """The model without its other stages: searching all of it for each tensor takes minutes if there are many."""
     alone = copy.copy(model)
     if stage.layer is None:
         name = PARTS[stage.name]
@@ -315,7 +321,7 @@ def _stage_alone(model: Any, stage: Stage) -> Any:
 
 
 def _rank_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The parameters that hold a rank, where a conversion may leave them out because its graph does not use them."""
+    """The parameters that store a rank. A conversion may leave them out because its graph does not use them."""
     from neuronx_distributed.parallel_layers.layers import SPMDRank
 
     rank = torch.tensor([torch.distributed.get_rank()], dtype=torch.int32)
@@ -323,8 +329,10 @@ def _rank_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _by_other_names(model: Any, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The given tensors of modules that are part of several others, by all names that these give them: a norm that is fused
-    into the experts' kernel, the router and experts of a module for decoding alone.
+    """The converted tensors of modules that several others contain, under all the names that these use.
+
+    Examples are a norm that is fused into the experts' kernel, and the router and experts of a module for decoding
+    only.
     """
     held = model.state_dict(keep_vars=True)
     given_as = {id(held[name]): name for name in held.keys() & given.keys()}
@@ -332,7 +340,7 @@ def _by_other_names(model: Any, given: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 class _Part(nn.Module):
-    """The norm behind the last layer, or the head, whose logits end where a padded vocabulary begins."""
+    """The norm after the last layer, or the head without the logits of a padded vocabulary's padding."""
 
     def __init__(self, part: nn.Module, size: int) -> None:
         super().__init__()
@@ -343,21 +351,21 @@ class _Part(nn.Module):
 
 
 def _run_by_itself(model: Any, layers: list[nn.Module]) -> Any:
-    """The model with these layers and without the norm behind them."""
+    """The model with these layers only, and without the norm after them."""
     alone = copy.copy(model)
     alone._modules = {**model._modules, "layers": nn.ModuleList(layers), "norm": nn.Identity()}
     return alone
 
 
 class _Embedding(nn.Module):
-    """Token ids [batch, seq] to hidden states, as the model has them before its first layer: some scale them."""
+    """Token ids [batch, seq] to hidden states as they enter the model's first layer: some models scale them."""
 
     model: Any
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.part = model.embed_tokens
-        self.__dict__["model"] = _run_by_itself(model, [])  # not as a submodule: the stage's state is the table's
+        self.__dict__["model"] = _run_by_itself(model, [])  # not a submodule: its state dict is the table's
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         position_ids = positions[None].expand(valid.shape)
@@ -365,14 +373,14 @@ class _Embedding(nn.Module):
 
 
 class _Layer(nn.Module):
-    """One decoder layer, run by its model as if it were the only one, without the taps that are to be left out."""
+    """One decoder layer, run by its model as if it were the only one, without the taps in `left_out`."""
 
     model: Any
 
     def __init__(self, model: Any, layer: nn.Module, left_out: list[str]) -> None:
         super().__init__()
         self.layer, self.left_out = layer, left_out
-        self.__dict__["model"] = _run_by_itself(model, [layer])  # not as a submodule: the layer's state is the stage's
+        self.__dict__["model"] = _run_by_itself(model, [layer])  # not a submodule: its state dict is the layer's
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         model = self.model

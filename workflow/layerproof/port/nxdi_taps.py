@@ -1,6 +1,6 @@
-"""Canonical taps in a decoder layer of NxD Inference: by its submodules' outputs, and inside of its attention and experts.
+"""Canonical taps in a decoder layer of NxD Inference: submodule outputs, and tensors inside attention and experts.
 
-They are put in when a layer is built. Outside of a run that collects taps they hand on what they get.
+They are put in when a layer is built. Outside a run that collects taps, they return their input unchanged.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ OUTPUTS = {
     "mlp.out": ("MLP",),
     "post_mlp_norm": ("post_feedforward_layernorm",),
 }
-"""Submodules of a layer whose output a tap is; `[i]` is another part than the first of one that returns several. Names that
-a layer does not have are other models' names.
+"""For each tap, the submodules of a layer whose output it is.
+
+`[i]` selects part i of an output that has several; without it, the tap is the whole output or its first part. Names
+that a layer does not have belong to other models.
 """
 KEYS = ("attn.k", "attn.v")
-"""What names of taps of key and value heads begin with."""
+"""Prefixes of the names of taps of key and value heads."""
 MLPS = ("mlp", "feed_forward", "block_sparse_moe")
-"""What MLP stands for."""
+"""The names that MLP stands for."""
 
 
 def check_places(layers: Iterable[nn.Module], places: Mapping[str, str | None]) -> None:
-    """Checks that each submodule that the config names for a tap is in some layer: layers of other kinds may lack it.
+    """Checks that some layer has each submodule that the config names for a tap; layers of other kinds may lack it.
 
     Raises:
-        StageError: if one is in none; names those that are most like it.
+        StageError: if no layer has one; names the submodules that are most like it.
     """
     names = {name for layer in layers for name, _ in layer.named_modules(remove_duplicate=False)}
     for tap, place in places.items():
@@ -57,8 +59,11 @@ def check_places(layers: Iterable[nn.Module], places: Mapping[str, str | None]) 
 
 
 def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str | None]) -> None:
-    """Has a layer hand over its taps; `more` are submodules by tap in place of those of `OUTPUTS`, None for none."""
-    modules = dict(layer.named_modules(remove_duplicate=False))  # by all names of one that is part of several
+    """Puts taps into a layer.
+
+    `more` maps taps to the submodules that replace those of `OUTPUTS`; None stands for no submodule.
+    """
+    modules = dict(layer.named_modules(remove_duplicate=False))  # with all names of a shared module
     heads = _Heads.of(getattr(modules.get("self_attn"), "qkv_proj", None))
     for name, places in (OUTPUTS | {name: (place,) if place else () for name, place in more.items()}).items():
         spelled = dict.fromkeys(place.replace("MLP", mlp) for place in places for mlp in MLPS)
@@ -83,9 +88,10 @@ def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str | None
 
 @dataclass(frozen=True)
 class _Heads:
-    """Which of the heads that a rank has are the model's, in their order, of the taps whose names begin so: the library adds
-    heads of zeros where ranks cannot share those that there are. And whether it gave each query head a copy of its key and
-    value head.
+    """Which of a rank's heads are the model's own, in order, for taps whose names start with one of `beginnings`.
+
+    The library adds heads of zeros where ranks cannot share the existing ones. `are_keys_copied` says whether it gave
+    each query head a copy of its key and value head.
     """
 
     is_own: tuple[bool, ...] = ()
@@ -94,8 +100,9 @@ class _Heads:
 
     @classmethod
     def of(cls, projection: Any) -> _Heads:
-        """Those of a `GroupQueryAttention_QKV`. Heads are added to those of each key, or behind all where the library may
-        give each query its own.
+        """Reads the heads of a `GroupQueryAttention_QKV`.
+
+        The library adds heads to those of each key, or after all heads if it may give each query its own key.
         """
         source, keys = (getattr(projection, f"_src_num_{name}_heads", None) for name in ("attention", "key_value"))
         if source is None or keys is None:
@@ -110,12 +117,13 @@ class _Heads:
         return cls(is_own, beginnings, more_keys and source != keys)
 
     def has_copies_of(self, name: str) -> bool:
-        """Whether a tap is of more key or value heads than the model has: these are not compared."""
+        """Whether a tap has more key or value heads than the model. Such a tap is not compared."""
         return self.are_keys_copied and name.startswith(KEYS)
 
     def own(self, name: str, show: Show, back: Show) -> tuple[Show, Show]:
-        """Shows the model's heads alone of a tap, and puts zeros in the place of others on the way back: no output depends
-        on these.
+        """Shows only the model's heads of a tap.
+
+        On the way back, fills the others with zeros: no output depends on them.
         """
         if all(self.is_own) or not name.startswith(self.beginnings):
             return show, back
@@ -136,7 +144,7 @@ class _Heads:
 
 
 def _layouts(name: str, batch: int, seq: int, of_heads: bool = False) -> tuple[Show, Show]:
-    """From the library's layout to the tap's, and back."""
+    """Functions from the library's layout to the tap's, and back."""
     if name == "router.choice":  # [tokens, top_k] in the order of the scores
         return lambda flat: flat.view(batch, seq, -1).sort(-1).values.int(), lambda shown: shown.flatten(0, 1).long()
     if name.startswith("router."):  # [tokens, experts], the scores in fp64
@@ -147,7 +155,7 @@ def _layouts(name: str, batch: int, seq: int, of_heads: bool = False) -> tuple[S
 
 
 def _of_tokens(name: str, batch: int, seq: int) -> Show:
-    """Hands [tokens, experts] over as [batch, seq, experts]."""
+    """A function that taps [tokens, experts] as [batch, seq, experts]."""
     show, back = _layouts(name, batch, seq)
     return functools.partial(tap_as, name, show=show, back=back)
 
@@ -161,12 +169,12 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _swap_heads(tensor: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, seq, head_dim] to [batch, seq, heads, head_dim], or the other way."""
+    """[batch, heads, seq, head_dim] to [batch, seq, heads, head_dim], or the reverse."""
     return tensor.transpose(1, 2)
 
 
 def _output(name: str, part: int | None, show: Show, back: Show, module: nn.Module, args: Any, output: Any) -> Any:
-    if isinstance(output, torch.Tensor):  # of which a part is not one of several
+    if isinstance(output, torch.Tensor):  # a single tensor has no parts
         return tap_as(name, output, show, back) if part is None else output
     parts = list(output)
     parts[part or 0] = tap_as(name, parts[part or 0], show, back)
@@ -174,7 +182,7 @@ def _output(name: str, part: int | None, show: Show, back: Show, module: nn.Modu
 
 
 def _context(show: Show, back: Show, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The input of the output projection, which the library hands over by position."""
+    """Taps the input of the output projection, which the library passes by position."""
     return (tap_as("attn.context", args[0], show, back), *args[1:]) if args else args
 
 
@@ -205,8 +213,10 @@ def _rotated(heads: _Heads, result: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _tap_router(router: Any, batch: int, seq: int) -> None:
-    """Taps a router's logits and scores, and what it takes the top-k of. Where it has scores of all experts and no bias for
-    them, that may be the logits, which have the order of the scores, what a golden chooses by: then the scores stand for it.
+    """Taps a router's logits, its scores, and the tensor that it takes the top-k of.
+
+    A router with scores for all experts and no bias may take the top-k of its logits, since they have the same order.
+    The golden takes it of the scores, so the scores are tapped in their place.
     """
     logits, scores, selection = (_of_tokens(f"router.{name}", batch, seq) for name in ("logits", "scores", "selection"))
     own = [*router.named_parameters(recurse=False), *router.named_buffers(recurse=False)]
@@ -234,7 +244,10 @@ def _tap_router(router: Any, batch: int, seq: int) -> None:
 
 
 class _TopK(TorchFunctionMode):
-    """Passes what a top-k is taken of, if it is of this shape, through a function: some choose groups of experts first."""
+    """Passes the input of a top-k through a function, if it has this shape.
+
+    Some routers choose groups of experts first.
+    """
 
     def __init__(self, shape: tuple[int, ...], through: Show) -> None:
         super().__init__()
@@ -247,6 +260,6 @@ class _TopK(TorchFunctionMode):
 
 
 def _pass_result(module: Any, method: str, through: Callable[[Any], Any]) -> None:
-    """Puts a function behind a method of one module."""
+    """Passes the results of a method of one module through a function."""
     original = getattr(module, method)
     setattr(module, method, lambda *args, **kwargs: through(original(*args, **kwargs)))

@@ -1,4 +1,4 @@
-"""Prepares a stage of the port: builds its module, loads its weights on the device, and makes it callable."""
+"""Prepares a stage of the port: builds its module, loads its weights onto the device, and makes it callable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from layerproof.tensors import hdf5
 
 @dataclass(frozen=True)
 class StageRun:
-    """One stage to run: `x` is its input in the port's dtype, token ids for `embed`; the tensors are on the device."""
+    """One stage to run. `x` is its input in the port's dtype, or token ids for `embed`. Tensors are on the device."""
 
     runner: Runner
     stage: str
@@ -38,7 +38,7 @@ class StageRun:
         cls, runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None
     ) -> StageRun:
         device = runner.environment.device
-        dtype = getattr(torch, runner.settings["dtype"])
+        dtype = getattr(torch, runner.settings.port.dtype)
         ids = torch.from_numpy(runner.tokens.ids).to(device)
         valid = torch.from_numpy(runner.tokens.valid).to(device)
         x = ids if stage_input is None else hdf5.to_torch(stage_input).to(device).to(dtype)
@@ -47,12 +47,12 @@ class StageRun:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A stage that is ready to run: `call` runs it on inputs of its own, with or without taps, with the tensors of `module`.
-    `others` makes inputs of the same shapes, to trace it on. Its kind, and how its weights were converted.
+    """A stage that is ready to run. `call` runs it on inputs, with or without taps, with the tensors of `module`.
 
-    `conversion` is JSON: `reads`, how often each tensor on disk was read; and by parameter of the stage its `dtype`,
-    `shape`, the names on disk that it is made `of`, whether it is `transposed`, whether it is `initial`, as `build` left it,
-    and whether it is `constant`, made by `convert` of nothing on disk.
+    `others` makes inputs of the same shapes for tracing. `kind` names the kind of the stage. `conversion` says how its
+    weights were converted, as JSON: `reads` counts how often each tensor on disk was read, and `parameters` lists for
+    each parameter of the stage its `dtype` and `shape`, the names on disk that it is made `of`, and whether it is
+    `transposed`, `initial` (as `build` left it) or `constant` (made by `convert` from nothing on disk).
     """
 
     module: nn.Module
@@ -70,7 +70,7 @@ class _Ready:
 
 
 def prepare_stage(job: StageRun) -> _Ready:
-    torch.manual_seed(0)  # what a port draws, such as weights that it does not load, is the same whatever ran before
+    torch.manual_seed(0)  # random values, such as weights that are not loaded, must not depend on what ran before
     if job.x.device.type == "xla":
         import torch_xla
 
@@ -82,7 +82,7 @@ def _prepare_port(job: StageRun) -> _Ready:
     port, directory = job.runner.port, job.runner.directory
     assert port is not None
     config, shape = checkpoint.read_config(directory), (job.ids.shape[0], job.ids.shape[1])
-    stage = Stage(job.stage, layer_of(job.stage), config, job.dtype, job.runner.settings["options"], shape, directory)
+    stage = Stage(job.stage, layer_of(job.stage), config, job.dtype, job.runner.settings.port.options, shape, directory)
     module = port.build(stage)
     if not isinstance(module, nn.Module):
         raise StageError(f"{job.stage}: build() returns {type(module).__name__}, not a torch.nn.Module.")
@@ -106,7 +106,7 @@ def _prepare_port(job: StageRun) -> _Ready:
         raise StageError(
             f"{job.stage}: {', '.join(left)} has no value after loading. Make it in build() or in convert()."
         )
-    module.to(job.x.device)  # what is not in its state dict
+    module.to(job.x.device)  # tensors outside its state dict
     positions = torch.arange(job.ids.shape[1]).to(job.ids.device)
 
     def call(inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
@@ -138,13 +138,13 @@ def _entry(tensor: torch.Tensor, sources: Iterable[str]) -> dict[str, Any]:
 
 
 def _prepare_transformers(job: StageRun) -> _Ready:
-    """The unmodified transformers stage. Only its experts run in a form of fixed shape, which compilers need."""
+    """The unmodified transformers stage, except that its experts run with static shapes, which compilers need."""
     from layerproof.golden.experts import STATIC_EXPERTS, register
     from layerproof.golden.transformers_stage import run_stage, stage_module
     from layerproof.model import loading
 
     register()
-    directory, trust = job.runner.directory, job.runner.settings["trust_remote_code"]
+    directory, trust = job.runner.directory, job.runner.settings.model.trust_remote_code
     model = loading.meta_stage(directory, job.stage, trust, job.dtype, experts_implementation=STATIC_EXPERTS)
     loading.load_stage(model, job.stage, directory, job.description, torch.device("cpu"))
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(job.ids.device))
@@ -161,17 +161,17 @@ def _prepare_transformers(job: StageRun) -> _Ready:
     kind = _kind(stage_module(model, job.stage), job.x)
 
     def others() -> Sequence[torch.Tensor]:
-        return job.x.flip(1), job.ids.flip(1), job.valid  # transformers leaves out the mask where there is no padding
+        return job.x.flip(1), job.ids.flip(1), job.valid  # without padding, transformers leaves out the mask
 
     inputs = job.x, job.ids, job.valid
     return _Ready(model, inputs, others, call, kind, {"reads": reads, "parameters": parameters})
 
 
 def _items(stage: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors that `convert` returned or yields.
+    """Yields the names and tensors that `convert` returned or yields.
 
     Raises:
-        StageError: if it gives something else.
+        StageError: if it returned or yields anything else.
     """
     wrong = StageError(
         f"{stage}: convert() must return the module's state dict, a dict of tensors by name, or yield its items."
@@ -188,15 +188,16 @@ def _items(stage: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _on_device(
     tensor: torch.Tensor, device: torch.device, hardware: str, versions: MutableMapping[int, int]
 ) -> torch.Tensor:
-    """The tensor on the XLA device; where that is the CPU it stays where it is, since a copy would take the memory twice.
-    `versions` holds torch's count of writes into such memory, by address.
+    """Moves a tensor to the XLA device. On the CPU it stays where it is: a copy would double the memory.
+
+    `versions` maps the addresses of such memory to torch's count of writes into it.
 
     Raises:
-        StageError: if it is in memory that an earlier one stays in, and was written into since.
+        StageError: if an earlier tensor still uses this memory, and it was written to since.
     """
     from torch_xla.utils import dlpack
 
-    aligned = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0  # XLA's own buffers begin so
+    aligned = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0  # as XLA's own buffers are
     is_float = tensor.is_floating_point() and tensor.itemsize > 1  # DLPack has no float8
     if not (hardware == "CPU" and tensor.device.type == "cpu" and is_float and tensor.numel() and aligned):
         return tensor.to(device)
@@ -208,7 +209,7 @@ def _on_device(
 
 @contextlib.contextmanager
 def _module_taps(module: nn.Module, taps: Mapping[str, str]) -> Iterator[None]:
-    """Taps the outputs of submodules by the port's table; names that this stage does not have are other kinds' names."""
+    """Taps the outputs of submodules in the port's table. Names that this stage does not have belong to other kinds."""
     modules = dict(module.named_modules())
     handles = [modules[path].register_forward_hook(_hook(name)) for name, path in taps.items() if path in modules]
     try:
@@ -226,7 +227,7 @@ def _hook(name: str) -> Callable[[nn.Module, Any, Any], Any]:
 
 
 def _kind(module: nn.Module, x: torch.Tensor) -> str:
-    """Names the kind of a stage: equal structure, shapes and dtypes mean an equal graph, whatever the weights."""
+    """Names the kind of a stage. Equal structure, shapes and dtypes mean an equal graph, whatever the weights."""
     structure = [[name, type(part).__qualname__] for name, part in module.named_modules()]
     shapes = [[name, str(part.dtype), list(part.shape)] for name, part in module.state_dict().items()]
     return digest_of([structure, shapes, str(x.dtype), list(x.shape)])[:12]

@@ -1,6 +1,6 @@
-"""Where the tensors come from that a port's `convert` makes: which ones on disk went into each, transposed or not.
+"""Tracks where the tensors of a port's `convert` come from: which ones on disk went into each, transposed or not.
 
-torch's own functions are followed while they run. What goes through anything else, such as numpy, comes out without a
+Tracking follows torch's own functions while they run. A tensor that goes through anything else, such as numpy, has no
 known origin.
 """
 
@@ -16,16 +16,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 ENTERING = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack", "from_file", "load")
-"""Functions of torch that take numbers from elsewhere."""
+"""Functions of torch that read numbers from elsewhere."""
 LEAVING = ("numpy", "__array__", "__dlpack__", "data_ptr")
-"""Those by which others may write into a tensor."""
+"""Functions of torch through which other code may write into a tensor."""
 
 
 class Tracing(TorchFunctionMode):
     """Follows tensors of `Watched` weights through torch's functions inside its `with` block.
 
-    Sources belong to a storage, since a view or a parameter of it holds the same numbers; the transposition to a tensor, and
-    so does whether it is constant: made by torch of nothing that was read.
+    Sources belong to a storage, since its views and parameters share the same numbers. Whether a tensor is transposed,
+    and whether it is constant (made by torch from nothing that was read), belongs to the tensor.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Tracing(TorchFunctionMode):
         self._constant = WeakTensorKeyDictionary()
 
     def sources(self, tensor: torch.Tensor) -> set[str]:
-        """Names on disk of what went into a tensor on the CPU; empty if nothing did or its way was lost."""
+        """Names on disk of what went into a tensor on the CPU; empty if nothing did or the track was lost."""
         if tensor.device.type != "cpu":
             return set()
         storage = tensor.untyped_storage()
@@ -43,20 +43,20 @@ class Tracing(TorchFunctionMode):
         return found if reference is not None and reference() is storage else set()
 
     def is_transposed(self, tensor: torch.Tensor) -> bool:
-        """Whether what went into a tensor has its last dimension elsewhere in it than on disk."""
+        """Whether the last dim on disk became another dim of this tensor."""
         return bool(self._transposed.get(tensor, False))
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is known to hold nothing that was read, as ones and ranges do."""
+        """Whether a tensor is known to contain nothing that was read, such as ones and ranges."""
         return not self.sources(tensor) and tensor in self._constant
 
     def add(self, tensor: torch.Tensor, sources: Iterable[str], transposed: bool = False) -> None:
-        """Notes what went into a tensor, besides what did already."""
+        """Adds to the sources of a tensor."""
         if tensor.device.type != "cpu":
             return
         storage = tensor.untyped_storage()
-        # Not by torch's own weak reference: it keeps a small object for each tensor that is gone, and between those the
-        # C library finds no room for the next one of that size.
+        # Not torch's own weak reference: it keeps a small object for each tensor that is gone, and between those
+        # objects the C library finds no room for the next tensor of that size.
         self._sources[storage._cdata] = weakref.ref(storage), self.sources(tensor) | set(sources)
         self._transposed[tensor] = transposed
 
@@ -66,12 +66,12 @@ class Tracing(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name, given = _name(func), _tensors((args, kwargs))
         if name.endswith("_like") or name.startswith("new_"):
-            given = []  # of the tensor only its shape goes in
+            given = []  # only the shape of the tensor is used
         read = [one for one in given if self.sources(one)]
         if not read:
             if name not in (*ENTERING, *LEAVING) and all(one in self._constant for one in given):
                 self._constant.update(dict.fromkeys(_tensors(result), True))
-            elif name in LEAVING or _is_in_place(name) or "out" in (kwargs or {}):  # what is written may be read
+            elif name in LEAVING or _is_in_place(name) or "out" in (kwargs or {}):  # written numbers may have been read
                 for tensor in [*given, *(one._base for one in given if one._base is not None)]:
                     self._constant.pop(tensor, None)
             return result
@@ -88,7 +88,7 @@ class Tracing(TorchFunctionMode):
 
 
 class Watched(Mapping[str, torch.Tensor]):
-    """Weights by their names on disk; `reads` counts how often each was asked for."""
+    """Weights by their names on disk; `reads` counts how often each was accessed."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], tracing: Tracing) -> None:
         self._weights, self._tracing = weights, tracing
@@ -101,7 +101,7 @@ class Watched(Mapping[str, torch.Tensor]):
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self.reads  # a Mapping would read it
+        return name in self.reads  # Mapping's own method would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.reads)
@@ -111,7 +111,7 @@ class Watched(Mapping[str, torch.Tensor]):
 
 
 def _name(func: Callable) -> str:
-    """A torch function's name; of a property such as `.T`, the property's."""
+    """The name of a torch function, or for a property such as `.T` that of the property."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
 
@@ -129,7 +129,10 @@ def _is_view(tensor: torch.Tensor, made: torch.Tensor) -> bool:
 
 
 def _moves_last(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether the last dimension of a tensor is another one of a view of it, however that was made: by its stride."""
+    """Whether the last dim of a tensor is another dim of a view of it.
+
+    Compares strides, so it does not matter how the view was made.
+    """
     sizes = [dim for dim, size in enumerate(view.shape) if size > 1]
     if tensor.ndim < 2 or tensor.shape[-1] == 1 or len(sizes) < 2:
         return False

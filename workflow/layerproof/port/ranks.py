@@ -1,12 +1,12 @@
-"""The ranks of a job: a process for each on this host, with the environment that torchrun gives.
+"""The ranks of a job: one process each on this host, with the environment that torchrun sets.
 
-The job's own process starts them, waits, and takes over what they made and ran. It uses no device and computes nothing: a
-process cannot use a device, or threads, that its parent did.
+The job's own process starts the ranks, waits, and collects their results and the functions that they ran. It neither
+uses a device nor computes anything, because a process cannot use a device or threads that its parent used.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import os
 import sys
 import time
@@ -14,23 +14,25 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import IO, Any, cast
+from typing import Any
 
 from layerproof.distributed import marks
 from layerproof.errors import StageError
-from layerproof.failures import as_stage_error, died, end_with, peak_memory
-from layerproof.rerun import fingerprint
+from layerproof.failures import as_stage_error, died, peak_memory
+from layerproof.rerun import children, fingerprint
 from layerproof.rerun.recorder import Seen, recording
 
 GRACE = 2.0
-"""Seconds that the other ranks have, once one has failed, to say that they did, too: then it is none of their own."""
+"""Seconds in which the other ranks can report a failure after the first one does.
+
+If all report the same failure, no single rank is to blame.
+"""
 MARK, DONE, FAILED = "mark", "done", "failed"
 
 
 @dataclass(frozen=True)
 class Done[T]:
-    """What a rank returned, fingerprints of the functions that it ran, and its largest resident size in bytes."""
+    """A rank's return value, fingerprints of the functions that it ran, and its largest resident size in bytes."""
 
     value: T
     code: dict[str, str]
@@ -40,9 +42,7 @@ class Done[T]:
 @dataclass
 class _Rank:
     number: int
-    process: BaseProcess
-    ended: IO[bytes]
-    messages: Connection
+    child: children.Child
     reached: list[str] = field(default_factory=list)
     done: Done[Any] | None = None
     failure: StageError | None = None
@@ -53,38 +53,37 @@ class _Rank:
 
 
 def run[T](count: int, function: Callable[[int], T]) -> list[Done[T]]:
-    """Calls a function with each rank's number, in a process of its own with RANK, WORLD_SIZE and so on set.
+    """Calls a function with each rank's number, in its own process with RANK, WORLD_SIZE and so on set.
 
     Raises:
-        StageError: if a rank fails or dies, which ends the others. Names the rank, unless all fail with the same words, and
-            the ranks that never reached the step that it had reached.
+        StageError: if a rank fails or dies, which ends the others. Names the rank, unless all fail with the same words,
+            and the ranks that never reached the last step of this rank.
     """
     environment = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(marks.free_port()),
-        "TORCHELASTIC_RUN_ID": "layerproof",  # by which torch_xla knows that each rank is to have a core of its own
+        "TORCHELASTIC_RUN_ID": "layerproof",  # makes torch_xla give each rank a core of its own
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
-    sys.stdout.flush()
-    sys.stderr.flush()
     ranks: list[_Rank] = []
     try:
         for number in range(count):
-            ranks.append(_start(number, environment, function))
+            own = environment | {"RANK": str(number), "LOCAL_RANK": str(number)}
+            ranks.append(_Rank(number, children.start(functools.partial(_run_rank, function), own)))
         _listen(ranks)
     finally:
         for rank in ranks:
-            rank.process.kill()
-            rank.process.join()
-            rank.messages.close()
-            rank.ended.close()
+            rank.child.end()
     return [rank.done for rank in ranks if rank.done is not None]
 
 
 def code_of(done: Sequence[Done[Any]]) -> dict[str, str]:
-    """Fingerprints of all that any of these ran. What was edited between them gets one that nothing has."""
+    """Fingerprints of everything that any of these ranks ran.
+
+    Code edited between two ranks gets a fingerprint that matches nothing.
+    """
     code: dict[str, str] = {}
     for one in done:
         for entry, found in one.code.items():
@@ -92,42 +91,25 @@ def code_of(done: Sequence[Done[Any]]) -> dict[str, str]:
     return code
 
 
-def _start(number: int, environment: dict[str, str], function: Callable[[int], Any]) -> _Rank:
-    fork = multiprocessing.get_context("fork")
-    receiver, sender = fork.Pipe(duplex=False)
-    own = environment | {"RANK": str(number), "LOCAL_RANK": str(number)}
-    process = fork.Process(target=_be, args=(own, function, sender, os.getpid()))
-    process.start()
-    sender.close()
-    # Not by its end of the pipe: what a rank starts may keep that open.
-    ended = os.fdopen(os.pidfd_open(cast("int", process.pid)), "rb")
-    return _Rank(number, process, ended, receiver)
-
-
-def _be(environment: dict[str, str], function: Callable[[int], Any], to_job: Connection, parent: int) -> None:
-    """One rank, in its own process."""
-    end_with(parent)
+def _run_rank(function: Callable[[int], Any], to_job: Connection) -> None:
+    """Runs one rank, in its own process."""
     marks.on_mark = lambda step: to_job.send((MARK, step))
-    os.environ.update(environment)
-    _share_cores(int(environment["WORLD_SIZE"]))
+    _share_cores(int(os.environ["WORLD_SIZE"]))
     seen: Seen = {}
     directory = os.getcwd()
     try:
         with recording(seen):
-            value = function(int(environment["RANK"]))
-        os.chdir(directory)  # where a port may have left it
+            value = function(int(os.environ["RANK"]))
+        os.chdir(directory)  # a port may have left it
         to_job.send((DONE, Done(value, fingerprint.fingerprints(seen), peak_memory())))
     except (Exception, SystemExit) as exception:
         if not isinstance(exception, StageError):
             traceback.print_exc()
         to_job.send((FAILED, (time.monotonic(), as_stage_error(exception))))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # what a port or a device leaves behind may not end by itself
 
 
 def _share_cores(count: int) -> None:
-    """Each rank computes on its share of the cores: more threads than cores wait for each other."""
+    """Limits each rank to its share of the cores: more threads than cores wait for each other."""
     share = max(1, len(os.sched_getaffinity(0)) // count)
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(share)
@@ -136,21 +118,21 @@ def _share_cores(count: int) -> None:
 
 
 def _listen(ranks: Sequence[_Rank]) -> None:
-    """Takes messages until every rank is done.
+    """Receives messages until every rank is done.
 
     Raises:
-        StageError: GRACE seconds after the first one failed or died, or when all did.
+        StageError: GRACE seconds after the first rank failed or died, or as soon as all did.
     """
     deadline = None
     while waiting := [rank for rank in ranks if rank.done is None and rank.failure is None]:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait([source for rank in waiting for source in (rank.messages, rank.ended.fileno())], left)
+        ready = wait([source for rank in waiting for source in (rank.child.messages, rank.child.ended.fileno())], left)
         if not ready:
             break
         for rank in waiting:
-            if rank.messages in ready:
+            if rank.child.messages in ready:
                 _take(rank)
-            elif rank.ended.fileno() in ready:
+            elif rank.child.ended.fileno() in ready:
                 _died(rank)
         if deadline is None and any(rank.failure for rank in ranks):
             deadline = time.monotonic() + GRACE
@@ -160,7 +142,7 @@ def _listen(ranks: Sequence[_Rank]) -> None:
 
 def _take(rank: _Rank) -> None:
     try:
-        kind, content = rank.messages.recv()
+        kind, content = rank.child.messages.recv()
     except (EOFError, OSError):
         _died(rank)
         return
@@ -173,12 +155,11 @@ def _take(rank: _Rank) -> None:
 
 
 def _died(rank: _Rank) -> None:
-    rank.process.join()
-    rank.failure = died(rank.process.exitcode or 0, "Its process")
+    rank.failure = died(rank.child.exit_code(), "Its process")
 
 
 def _failure(ranks: Sequence[_Rank]) -> StageError:
-    """The error of the rank that died, or failed first: others fail because it is gone."""
+    """The error of the rank that died, or else failed first: the others fail because it is gone."""
     failed = [(rank.failed_at, rank.number, rank, rank.failure) for rank in ranks if rank.failure is not None]
     _, _, first, failure = min(failed)
     texts = {str(rank.failure).removeprefix(f"{rank}: ") for rank in ranks}

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 import torch
 
+from layerproof import config
+from layerproof.config import Config
 from layerproof.distributed import process_group
 from layerproof.errors import StageError, UserError
 from layerproof.model.tokens import Tokens
@@ -23,46 +25,47 @@ from layerproof.taps import check_canonical
 
 @dataclass(frozen=True)
 class Runner:
-    """What the stages of one process share: the device, so that equal graphs are compiled once, and the port's code."""
+    """State shared by the stages of one process: the device, so that equal graphs compile once, and the port's code."""
 
     directory: Path
     tokens: Tokens
-    settings: Mapping[str, Any]
+    settings: Config
     environment: process_group.Environment
     port: Port | None
 
     @classmethod
-    def start(cls, directory: Path, tokens: Tokens, settings: Mapping[str, Any]) -> Runner:
-        """Initialises the device, then imports the port, if that was not done, and has torch as it was after that.
+    def start(cls, directory: Path, tokens: Tokens, settings: Config) -> Runner:
+        """Initialises the device, imports the port if necessary, and restores the default dtype that the import left.
 
-        `settings` are the config's `port` with `trust_remote_code`.
+        `settings` contain the config's `port` and `model.trust_remote_code`.
 
         Raises:
             StageError: if the port cannot be imported.
         """
-        importlib.import_module("torch_xla")  # which takes long to record
-        is_nxdi = settings["backend"] == "nxdi"
-        on_cpu = process_group.is_on_host(settings["device"]) or (is_nxdi and settings["nxdi"]["cpu_mode"])
+        importlib.import_module("torch_xla")
+        port = settings.port
+        is_nxdi = port.backend == "nxdi"
+        on_cpu = process_group.is_on_host(port.device) or (is_nxdi and port.nxdi.cpu_mode)
         if is_nxdi:
-            os.environ["NXD_CPU_MODE"] = str(int(on_cpu))  # before anything of it is imported
+            os.environ["NXD_CPU_MODE"] = str(int(on_cpu))  # before any of its modules is imported
         try:
-            environment = process_group.initialise("cpu" if on_cpu else "xla", settings["device"])
+            environment = process_group.initialise("cpu" if on_cpu else "xla", port.device)
         except process_group.DistributedError as error:
             raise UserError(str(error)) from error.__cause__
         module, default_dtype = (None, torch.float32)
-        if settings["backend"] != "transformers":
-            module, default_dtype = _loaded(settings["module"])
+        if port.backend != "transformers":
+            module, default_dtype = _loaded(port.module)
         torch.set_default_dtype(default_dtype)
-        return cls(directory, tokens, settings, environment, module and _port(settings, module))
+        return cls(directory, tokens, settings, environment, module and _port(port, module))
 
 
-def _port(settings: Mapping[str, Any], module: ModuleType) -> Port:
-    """The port that a module is, or of which it holds the model."""
-    if settings["backend"] == "nxdi":
+def _port(settings: config.Port, module: ModuleType) -> Port:
+    """The port: the module itself, or the NxD Inference model that it defines."""
+    if settings.backend == "nxdi":
         from layerproof.port import nxdi
 
-        return nxdi.load(module, settings["nxdi"])
-    check_module(settings["module"], module)
+        return nxdi.load(module, settings.nxdi)
+    check_module(settings.module, module)
     return cast("Port", module)
 
 
@@ -70,12 +73,12 @@ def load_module(name: str) -> ModuleType:
     """Imports a module by the path of its Python file or by its dotted name.
 
     Raises:
-        StageError: if it cannot be imported; names the file and, if it has one, the line.
+        StageError: if it cannot be imported; names the file and, if known, the line.
     """
     try:
         if name.endswith(".py"):
             path = Path(name).resolve()
-            # A name of its own: a port called torch.py must not stand for torch.
+            # A name of its own: a port called torch.py must not replace torch.
             spec = importlib.util.spec_from_file_location(f"layerproof_port_{path.stem}", path)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
@@ -94,10 +97,10 @@ def load_module(name: str) -> ModuleType:
 
 
 def check_module(name: str, module: ModuleType) -> None:
-    """Whether a module is a port.
+    """Checks that a module is a port.
 
     Raises:
-        StageError: if it lacks `build` or `convert`, or its TAPS are not what docs/ports.md says.
+        StageError: if it lacks `build` or `convert`, or its TAPS do not match docs/ports.md.
     """
     for function in ("build", "convert"):
         if not callable(getattr(module, function, None)):
@@ -109,7 +112,10 @@ def check_module(name: str, module: ModuleType) -> None:
 
 
 def _loaded(name: str) -> tuple[ModuleType, torch.dtype]:
-    """A port, imported by the first stage of a process that needs it as it is, and the default dtype that this left."""
+    """A port, and the default dtype that its import left.
+
+    The first stage of a process that needs this version imports it.
+    """
     path = Path(name)
     return _load_version(name, path.stat().st_mtime_ns if name.endswith(".py") and path.exists() else None)
 

@@ -1,5 +1,7 @@
-"""One file of a stage out of those that its ranks wrote: taps that tensor parallelism splits are put together, and of the
-others, which every rank has whole, it is found out whether they are alike.
+"""Joins the files that a stage's ranks wrote into one file.
+
+Taps that tensor parallelism splits are put together. For the other taps, which every rank has whole, it checks that the
+ranks agree.
 """
 
 from __future__ import annotations
@@ -18,30 +20,33 @@ from layerproof.taps import SPLIT_BY_RANKS, in_order
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor
 
-AXIS = 2
-"""Of [batch, seq, heads or features...], where a tap is split."""
+SPLIT_DIM = 2
+"""The dim of [batch, seq, heads or features...] along which a tap is split."""
 
 LARGEST_CHANGE = 2**-6
-"""Relative L2 of a token by which ranks that should have the same may differ: twice the rounding of a bf16 layer, as in the
-audit of compiled stages.
+"""Largest relative L2 of a token between ranks that should agree.
+
+It is twice the rounding of a bf16 layer, as in the audit of compiled stages.
 """
 
 SMALL_TOKEN = 2**-8
-"""Tokens whose norm is below this share of the median one's are held against that share."""
+"""A token whose norm is below this share of the median norm is measured against that share of the median norm."""
 
 
 def join(
     parts: Sequence[Path], output: Path, valid: np.ndarray, graphs: Sequence[tuple[Mapping[str, Any], str]] = ()
 ) -> None:
-    """Writes a stage's file from those of its ranks, in their order, and what was found of their `graphs`, if they were
-    traced (`compiled.graph_of`).
+    """Writes a stage's file from those of its ranks, in rank order.
 
-    Of taps in SPLIT_BY_RANKS the ranks' parts are put together; parts that several ranks hold, such as key/value heads of
-    which there are fewer than ranks, are there once. Of other taps the file has rank 0's. The document `ranks` says how many
-    ranks there were, of which taps each part was held by several of them (`copies`), and which taps `differ` between ranks:
-    the rank that is furthest from rank 0 and by what `change`: of floats the relative L2 of the valid token where it is
-    largest, of others the share of valid tokens (null if shapes differ, or what is not finite). A tap of floats that differs
-    by more than rounding is also there summed over the ranks, as `summed/TAP`.
+    `graphs` are the results of `compiled.graph_of` on each rank, if the ranks traced the stage.
+
+    For taps in SPLIT_BY_RANKS, the ranks' parts are put together. A part that several ranks share appears once, such as
+    key/value heads when there are fewer of them than ranks. For other taps, the file contains rank 0's tensor. The
+    document `ranks` has the `count` of ranks, the number of ranks that share each part of a tap (`copies`), and the
+    taps that `differ` between ranks: the rank that is furthest from rank 0, and its `change`. For floats, that is the
+    largest relative L2 of a valid token; for other dtypes, the share of valid tokens that differ (null if shapes or
+    non-finite values differ). A float tap that differs by more than rounding is also written as the sum over the ranks,
+    `summed/TAP`.
 
     Raises:
         StageError: if a rank's file cannot be read, a rank lacks a tap of another, or this file cannot be written.
@@ -79,22 +84,26 @@ def join(
 
 
 Held = tuple[tuple[int, ...], str]
-"""Of a rank's part its shape and the digest of its values."""
+"""The shape of a rank's part, and the digest of its values."""
 
 
 def held(tensor: Tensor) -> Held:
-    """What other ranks have to know of a part."""
+    """The shape and digest of a part, for the other ranks."""
     return tensor.shape, hashlib.sha256(_values(tensor).tobytes()).hexdigest()
 
 
 def part(name: str, whole: Tensor, of_ranks: Sequence[Held], rank: int) -> Tensor:
-    """What a rank should hold of a tap, where ranks hold these: parts in their order, each one held by as many ranks as it
-    takes, adjacent ones unless it is seen to be every so many. The whole tap if it is not split so.
+    """The part of a tap that belongs to a rank, given the parts of all ranks.
+
+    The parts are in rank order. As many ranks share each part as the sizes imply: adjacent ranks, unless the digests
+    show that every so many ranks share one. Returns the whole tap if it is not split like this.
     """
-    if name not in SPLIT_BY_RANKS or any(len(shape) <= AXIS for shape in (whole.shape, *(one[0] for one in of_ranks))):
+    if name not in SPLIT_BY_RANKS or any(
+        len(shape) <= SPLIT_DIM for shape in (whole.shape, *(one[0] for one in of_ranks))
+    ):
         return whole
-    sizes, digests = [shape[AXIS] for shape, _ in of_ranks], [digest for _, digest in of_ranks]
-    copies, rest = divmod(sum(sizes), whole.shape[AXIS])
+    sizes, digests = [shape[SPLIT_DIM] for shape, _ in of_ranks], [digest for _, digest in of_ranks]
+    copies, rest = divmod(sum(sizes), whole.shape[SPLIT_DIM])
     if rest or not copies or len(sizes) % copies:
         return whole
     pieces = len(sizes) // copies
@@ -105,7 +114,7 @@ def part(name: str, whole: Tensor, of_ranks: Sequence[Held], rank: int) -> Tenso
 
 
 def _first(digests: Sequence[str]) -> list[int]:
-    """Of each rank the first one that holds the same."""
+    """For each rank, the first rank with the same part."""
     return list(map(list(digests).index, digests))
 
 
@@ -114,8 +123,9 @@ def _strided(count: int, pieces: int) -> list[int]:
 
 
 def _converted(conversions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rank 0's parameters, with what went into them on any rank, and whether any left them as they were built; and the
-    largest number of times that a rank read a tensor: each may read its own.
+    """Rank 0's parameters, and the largest number of times that any rank read a tensor: each rank may read its own.
+
+    The sources of a parameter are those on any rank, and it is initial if any rank left it as built.
     """
     parameters = {name: dict(entry) for name, entry in conversions[0]["parameters"].items()}
     for name, entry in parameters.items():
@@ -139,8 +149,9 @@ def change_in_words(change: float | None, tensor: Tensor) -> str:
 
 
 def _traced(graphs: Sequence[tuple[Mapping[str, Any], str]]) -> dict[str, Any]:
-    """As `compiled.describe` tells of a stage, but without outputs, which are not there: that of rank 0, and on which ranks
-    the graph is another.
+    """Like `compiled.describe`, but without outputs, which do not exist here.
+
+    Describes rank 0's graph, and lists the ranks whose graph differs.
     """
     facts, first = graphs[0]
     other = [rank for rank, (_, digest) in enumerate(graphs) if digest != first]
@@ -148,7 +159,7 @@ def _traced(graphs: Sequence[tuple[Mapping[str, Any], str]]) -> dict[str, Any]:
 
 
 def _together(parts: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """The parts in the order of their ranks, and how many ranks hold the same one: adjacent ranks, or every so many."""
+    """Puts parts together in rank order. Returns also how many ranks share each: adjacent ranks, or every so many."""
     count = len(parts)
     first = _first([held(part)[1] for part in parts])
     for copies in range(count, 0, -1):
@@ -166,14 +177,14 @@ def _values(tensor: Tensor) -> np.ndarray:
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    others = {(*part.shape[:AXIS], *part.shape[AXIS + 1 :]) for part in parts}
-    if len(parts) == 1 or len(others) > 1 or len(parts[0].shape) <= AXIS:
-        return parts[0]  # whose shape is for the comparison to refuse
-    return Tensor(np.concatenate(list(map(_values, parts)), AXIS), parts[0].dtype)
+    others = {(*part.shape[:SPLIT_DIM], *part.shape[SPLIT_DIM + 1 :]) for part in parts}
+    if len(parts) == 1 or len(others) > 1 or len(parts[0].shape) <= SPLIT_DIM:
+        return parts[0]  # the comparison rejects its shape
+    return Tensor(np.concatenate(list(map(_values, parts)), SPLIT_DIM), parts[0].dtype)
 
 
 def _furthest(of_ranks: Sequence[Tensor], valid: np.ndarray) -> dict[str, Any] | None:
-    """The rank that is furthest from rank 0, and how far; None if all have the same."""
+    """The rank that is furthest from rank 0, and its change; None if all ranks agree."""
     found = [{"rank": rank, "change": _change(tensor, of_ranks[0], valid)} for rank, tensor in enumerate(of_ranks)]
     unlike = [one for one in found if one["change"] is None]
     furthest = unlike[0] if unlike else max(found, key=lambda one: one["change"])
@@ -181,7 +192,7 @@ def _furthest(of_ranks: Sequence[Tensor], valid: np.ndarray) -> dict[str, Any] |
 
 
 def _change(tensor: Tensor, first: Tensor, valid: np.ndarray) -> float | None:
-    """By what a rank's tap is another than the first one's, at valid tokens: see `join`."""
+    """How far a rank's tap is from the first rank's at valid tokens; see `join`."""
     if tensor.shape != first.shape or tensor.dtype != first.dtype:
         return None
     where = valid if first.shape[:2] == valid.shape else np.ones(first.shape[:2], bool)

@@ -1,4 +1,4 @@
-"""Runs a stage of the port on its device and writes its taps: isolated, in a chain, or forced."""
+"""Runs a stage of the port on its device and writes its taps: isolated, in a chain, or teacher-forced."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from layerproof.taps import OUT, in_order
 from layerproof.tensors import hdf5
 
 COMPILER_FILES = Path(".layerproof/neuron").absolute()  # before a port changes the directory
-"""Where what Neuron's compiler writes of each stage is kept: its log, and the graph that it was given."""
+"""Folder for the files of Neuron's compiler for each stage: its log, and the graph that it compiled."""
 
 
 def make_stage(
     runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None, output: Path
 ) -> dict[str, Any]:
-    """Runs a stage of the port twice, without and with taps, and writes `port/TAP`, and how its weights were converted.
+    """Runs a stage of the port twice, without and with taps, and writes `port/TAP` and how its weights were converted.
 
-    `port/out` is the output of the run without taps, as a user ships it. The two must agree: bit for bit, or at least as
-    well as bf16 can tell (relative L2 below 2^-8), or the taps do not show what the stage computes.
+    `port/out` is the output of the run without taps, as a user ships it. The two runs must agree: bit for bit, or at
+    least within the precision of bf16 (relative L2 below 2^-8). Otherwise the taps do not show what the stage computes.
 
-    They are two graphs, the first just as it is shipped. As one, compiled once, XLA's CPU compiler shares what both make of
-    the weights alone, such as fp32 copies of all experts, and keeps it: a layer at full size takes twice its memory.
+    The two runs are two graphs, and the first is exactly the shipped one. In a single graph, XLA's CPU compiler would
+    share and keep whatever both runs compute from the weights alone, such as fp32 copies of all experts, so a layer at
+    full size would take twice its memory.
 
-    With `port.compile` what is written is what the stage gives as a compiled graph, and how that differs from the stage run
-    as it is.
+    With `port.compile`, it writes the outputs of the compiled graph, and how they differ from the stage run without
+    compiling.
 
-    Returns facts for the record: the device, the kind of stage, how many graphs were compiled.
+    Returns facts for the record: the device, the kind of stage, and how many graphs were compiled.
 
     Raises:
         StageError: if the port fails on this stage, or taps change its output.
@@ -62,12 +63,12 @@ def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], T
     """The relative L2 by which taps change the output.
 
     Raises:
-        StageError: if that is more than bf16 can tell.
+        StageError: if it exceeds the precision of bf16.
     """
     change = compiled.relative_change(tapped[OUT], plain[OUT])
     if change is not None and change <= 2**-8:
         return change
-    alone = process_group.world_size() == 1  # ranks run again all or none
+    alone = process_group.world_size() == 1  # ranks must run again together or not at all
     again = compiled.relative_change(run_again()[OUT], plain[OUT]) if alone else 0.0
     if again != 0:
         raise StageError(
@@ -82,19 +83,19 @@ def _by_what(change: float | None) -> str:
 
 
 def _trace(runner: Runner, output: Path) -> compiled.Trace | None:
-    """How the port's stages are compiled, if they are. What Neuron's compiler writes is kept apart for each output."""
+    """How to compile the port's stages, if at all. Each output has its own folder for the Neuron compiler's files."""
     if process_group.world_size() > 1:
         return None  # see trace_stage
-    if runner.settings["compile"] == compiled.NEURON:
+    if runner.settings.port.compile == compiled.NEURON:
         folder = COMPILER_FILES / output.parent.name / output.stem
-        return compiled.trace_neuron(runner.settings["compiler_flags"], folder)
-    return compiled.trace_xla if runner.settings["compile"] == compiled.XLA else None
+        return compiled.trace_neuron(runner.settings.port.compiler_flags, folder)
+    return compiled.trace_xla if runner.settings.port.compile == compiled.XLA else None
 
 
 def chain_stage(
     runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None, output: Path
 ) -> dict[str, Any]:
-    """Runs a stage as it is shipped, without taps, and writes `port/out`, which is all of a chain that is compared.
+    """Runs a stage as it is shipped, without taps, and writes `port/out`, the only tap that a chain compares.
 
     Returns facts for the record, as `make_stage` does.
 
@@ -116,19 +117,20 @@ def chain_stage(
 def trace_stage(
     runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None
 ) -> tuple[dict[str, Any], str]:
-    """Traces a stage on one of several ranks, as `compiled.graph_of` tells. Its graph is not run: XLA's client for the CPU
-    knows no other process.
+    """Traces a stage on one of several ranks, and returns what `compiled.graph_of` returns.
+
+    It does not run the graph: XLA's client for the CPU does not know the other processes.
 
     Raises:
         StageError: if the port fails on this stage.
     """
     ready = prepare_stage(StageRun.on_device(runner, stage, description, stage_input))
     with torch.no_grad():
-        ready.forward(with_taps=False)  # some make a buffer at their first call; of it nothing is computed
+        ready.forward(with_taps=False)  # some ports create a buffer at their first call; computes nothing else
         return compiled.graph_of(ready.to_compile())
 
 
-def force_stage(
+def teacher_force_stage(
     runner: Runner,
     stage: str,
     description: Mapping[str, Any],
@@ -136,9 +138,9 @@ def force_stage(
     golden: Mapping[str, hdf5.Tensor],
     output: Path,
 ) -> None:
-    """Runs a stage of the port with the golden's tap in place of each of its own, and writes `port/TAP`.
+    """Runs a stage of the port teacher-forced, with the golden's taps in place of its own, and writes `port/TAP`.
 
-    Each tap is then made from right ones, so that every mistake shows at its own tap and nowhere else.
+    Each tap is then computed from right ones, so every mistake shows at its own tap and nowhere else.
 
     Raises:
         StageError: if the port fails on this stage.
@@ -154,7 +156,7 @@ def force_stage(
 
 
 def _parts(golden: Mapping[str, hdf5.Tensor], found: Taps) -> dict[str, hdf5.Tensor]:
-    """What this rank holds of the golden's taps, by the shapes of its own."""
+    """This rank's parts of the golden's taps, judged by the shapes of the port's own taps."""
     rank = torch.distributed.get_rank()
     own = {name: shards.held(hdf5.to_array(hdf5.storable(tensor))) for name, tensor in found.items()}
     of_ranks = process_group.of_all_ranks(own)
@@ -179,8 +181,9 @@ def run_chain(
     stage_input: hdf5.Tensor | None,
     stages: Sequence[str],
 ) -> hdf5.Tensor:
-    """Runs stages one on the output of the other as one graph without taps, as a whole model is compiled, and returns the
-    output of the last.
+    """Runs stages on each other's outputs as one graph without taps, as a whole model is compiled.
+
+    Returns the output of the last stage.
 
     Raises:
         StageError: if the port fails on a stage.
@@ -191,7 +194,7 @@ def run_chain(
         for stage in stages:
             job = replace(job, stage=stage, description=descriptions[stage])
             output = prepare_stage(job).forward(with_taps=False)[OUT]
-            job = replace(job, x=output.to(job.dtype))  # as a stage gets it from a file
+            job = replace(job, x=output.to(job.dtype))  # as a stage reads it from a file
         return hdf5.to_array(hdf5.storable(_on_host({OUT: output})[OUT]))
 
 

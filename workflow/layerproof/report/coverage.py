@@ -1,43 +1,44 @@
-"""What the report says was compared, and what was not."""
+"""What the report says about what was compared and what was not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from layerproof.config import Config, Inputs
 from layerproof.measure.rule import GROUP_LIMIT
 from layerproof.model.captured import CHAIN as CAPTURED
 from layerproof.model.stages import EMBED, LM_HEAD, NORM, layer_of, ranges
 from layerproof.report.words import NOT_COMPARED, Comparison, all_taps, counted, with_period
 
 FEW_LENGTHS = 8
-"""Up to as many prefill lengths are named."""
+"""Up to this many prefill lengths are listed one by one."""
 
 
 def what_was_compared(
-    comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+    comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]], config: Config
 ) -> dict[str, str]:
-    """What the verdict rests on, by topic."""
+    """The basis of the verdict, by topic."""
     counts = {"pass": 0, "fail": 0, "error": 0, "missing": 0}
     for _, _, tap in all_taps(comparisons):
         counts[tap["status"]] += 1
-    golden, port, ranks = config["golden"], config["port"], config["parallel"]["tp"]
+    golden, port, ranks = config.golden, config.port, config.parallel.tp
     compared = {
-        "Model": config["model"]["checkpoint"],
+        "Model": config.model.checkpoint,
         "Stages": f"{len(comparisons)}: {ranges([comparison['stage'] for comparison in comparisons])}",
         "Taps": f"{sum(counts.values())}: "
         + ", ".join(f"{count} {status}" for status, count in counts.items() if count),
         "Chains": ", ".join(f"{chain['chain']} ({counted(len(chain['stages']), 'stage')})" for chain in chains)
         + ("; their R and gain do not decide" if chains else "none")
         + (f", but how far {CAPTURED} strays does" if any(chain["chain"] == CAPTURED for chain in chains) else ""),
-        "Inputs": _inputs_text(_prompt_lengths(comparisons), config["inputs"]),
-        "Golden": f"{golden['dtype']} on {_devices(comparisons, 'golden')}; truth in float32",
-        "Port": f"{port['module'] if port['backend'] != 'transformers' else 'transformers'}, {port['dtype']} on "
+        "Inputs": _inputs_text(_prompt_lengths(comparisons), config.inputs),
+        "Golden": f"{golden.dtype} on {_devices(comparisons, 'golden')}; truth in float32",
+        "Port": f"{port.module if port.backend != 'transformers' else 'transformers'}, {port.dtype} on "
         f"{f'{ranks} ranks on ' if ranks > 1 else ''}{_devices(comparisons, 'port')}",
-        "Rule": f"a tap passes if R is at most {config['compare']['limit']:g} times what legitimate variants of the golden "
+        "Rule": f"a tap passes if R is at most {config.compare.limit:g} times what legitimate variants of the golden "
         "reach, where R is the error of the port in units of the error of the golden, both against the fp32 truth, taken "
         "element by element; its "
-        f"worst token, channel block, head and expert at most {GROUP_LIMIT * config['compare']['limit']:g} times",
+        f"worst token, channel block, head and expert at most {GROUP_LIMIT * config.compare.limit:g} times",
     }
     kinds = {port["kind"] for port in _sides(comparisons, "port") if "kind" in port}
     lengths, names = set(_prompt_lengths(comparisons)), {name for _, name, _ in all_taps(comparisons)}
@@ -60,17 +61,17 @@ def unused_tensors(names: Sequence[str]) -> list[str]:
 
 
 def what_was_not_compared(
-    comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+    comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]], config: Config
 ) -> list[str]:
-    """What a reader might think was looked at and was not, one sentence each."""
+    """What a reader might think was compared but was not, one sentence each."""
     sentences = []
     stages = [comparison["stage"] for comparison in comparisons]
     ends = [end for end in (EMBED, NORM, LM_HEAD) if end not in stages]
     layers = [layer for stage in stages if (layer := layer_of(stage)) is not None]
     gaps = bool(layers) and layers != list(range(layers[0], layers[-1] + 1))
-    if config["layers"] != "all" and (ends or gaps):  # 0-61 may be all there are
+    if config.layers != "all" and (ends or gaps):  # 0-61 may be all layers
         also = f", nor were {', '.join(ends)}" if ends else ""
-        sentences.append(f"Layers other than {config['layers']} were not compared{also} (layers in config.yaml).")
+        sentences.append(f"Layers other than {config.layers} were not compared{also} (layers in config.yaml).")
     reasons: dict[tuple[str | None, str], list[str]] = {}
     extra: dict[str, list[str]] = {}
     for comparison in comparisons:
@@ -106,7 +107,7 @@ def what_was_not_compared(
             if entry["status"] == "error":
                 what = "has not" if chain["chain"] == CAPTURED else "ends at"
                 sentences.append(f"Chain {chain['chain']} {what} {stage}: {with_period(entry['reason'])}")
-    if config["parallel"]["tp"] > 1 and "cpu" in {port.get("device") for port in _sides(comparisons, "port")}:
+    if config.parallel.tp > 1 and "cpu" in {port.get("device") for port in _sides(comparisons, "port")}:
         sentences.append(
             "The port's ranks ran on the CPU in torch alone: a device and its collectives were not looked at."
         )
@@ -119,7 +120,7 @@ def what_was_not_compared(
 
 
 def _experts_without_tokens(comparisons: Sequence[Comparison]) -> list[str]:
-    """Experts of which a comparison knows nothing."""
+    """A sentence on the experts that a comparison knows nothing about."""
     idle, experts = {}, 0
     for stage, _, tap in all_taps(comparisons):
         if tap.get("expert_R"):
@@ -139,12 +140,12 @@ def _devices(comparisons: Sequence[Comparison], side: str) -> str:
 
 
 def _sides(comparisons: Sequence[Comparison], side: str) -> list[Mapping[str, Any]]:
-    """What a side says of how it ran, for each stage that does say so."""
+    """A side's facts about how it ran, for each stage that reports them."""
     return [comparison[side] for comparison in comparisons if comparison.get(side)]
 
 
-def _inputs_text(lengths: Sequence[int], inputs: Mapping[str, Any]) -> str:
-    file = inputs["prompts"] or inputs["token_ids"]
+def _inputs_text(lengths: Sequence[int], inputs: Inputs) -> str:
+    file = inputs.prompts or inputs.token_ids or ""
     if not lengths:
         return file
     prompts = f"{counted(len(lengths), 'prompt')} of {min(lengths)} to {max(lengths)} tokens"
@@ -152,7 +153,7 @@ def _inputs_text(lengths: Sequence[int], inputs: Mapping[str, Any]) -> str:
 
 
 def _prompt_lengths(comparisons: Sequence[Comparison]) -> list[int]:
-    """Tokens compared by prompt, from the tap with the most: those after a router may leave some out."""
+    """Tokens compared in each prompt, from the tap with the most: taps after a router may leave some out."""
     lengths = (
         [len(row) - row.count(None) for row in tap["token_R"]]
         for _, _, tap in all_taps(comparisons)

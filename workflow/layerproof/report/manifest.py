@@ -1,4 +1,4 @@
-"""The audit trail: what a run read and wrote, with digests; the archive that holds it all; and the check of both."""
+"""The audit trail: what a run read and wrote, with digests; the archive that contains it all; and the check of both."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from layerproof.environment import package_versions
 from layerproof.errors import UserError
-from layerproof.files import digest_of, read_json, replacing, sha256, sha256_from_here, write_json
+from layerproof.files import digest_of, read_json, replacing, sha256, sha256_from_here, write_json, write_text
+from layerproof.paths import WORKFLOW
 from layerproof.rerun import fingerprint
-from layerproof.rerun.recorder import REPOSITORY
 from layerproof.rerun.records import Record
 
 if TYPE_CHECKING:
@@ -26,19 +26,21 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+CHECKSUMS = "MANIFEST.sha256"
+"""The digests of the same files for `sha256sum -c`, which works without Layerproof."""
 CONTENTS = "archive.json"
-"""In an archive: every other file in it, with digest and size."""
-APART = ("archive/", "logs/archive/", "logs/store/", "logs/manifest.log", "README.md", MANIFEST)
-"""Not listed: what is written after the manifest or by it, and what ships with the repository."""
+"""In an archive: a list of every other file in it, with digest and size."""
+APART = ("archive/", "logs/archive/", "logs/export/", "logs/manifest.log", "README.md", MANIFEST, CHECKSUMS)
+"""Files that are not listed: those written after or by the manifest, and those that ship with the repository."""
 
 
-def write(output: Path, spec: Mapping[str, Any]) -> None:
+def write(output: Path) -> None:
     """Writes results/manifest.json: config, versions, commit, hardware, every job with its inputs, and every file.
 
-    `jobs` are those that the report and a bisection rest on, found from record to record; `outputs` are their files under
-    results/, `inputs` what they read from elsewhere, by path with digest and size. `others` are the rest of results/, such
-    as what a run with other settings left. `code` has for each source file the digest of the functions that ran. `digest`
-    is that of all the rest.
+    `jobs` are those that the report and a bisection rest on, found by following records. `outputs` are their files
+    under results/, and `inputs` the files that they read from elsewhere, by path with digest and size. `others` are the
+    remaining files of results/, for example those of a run with other settings. `code` maps each source file to the
+    digest of its functions that ran. `digest` covers all the other entries.
 
     Raises:
         UserError: if the report has no record.
@@ -47,11 +49,11 @@ def write(output: Path, spec: Mapping[str, Any]) -> None:
     jobs = _jobs_behind_report(results)
     outputs = _outputs(results, jobs)
     read = {path for job in jobs.values() for path in job.inputs if not Path(path).is_relative_to(results)}
-    elsewhere = {path for path in read if Path(path).parts[0] != ".snakemake"}  # copies of what is in storage
+    elsewhere = {path for path in read if Path(path).parts[0] != ".snakemake"}  # local copies of files in storage
     content = {
         "schema_version": SCHEMA_VERSION,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "config": spec["config"],
+        "config": jobs["report"].job.settings,
         "git": git_state(),
         "host": {"name": platform.node(), "platform": platform.platform(), "python": sys.version.split()[0]},
         "packages": package_versions(),
@@ -63,15 +65,17 @@ def write(output: Path, spec: Mapping[str, Any]) -> None:
         "others": {name: _describe(results / name) for name in _files(results) if name not in outputs},
     }
     write_json(output, {**content, "digest": digest_of(content)})
+    listed = {**content["outputs"], **content["others"], output.name: _describe(output)}
+    write_text(results / CHECKSUMS, "".join(f"{listed[name]['sha256']}  {name}\n" for name in sorted(listed)))
 
 
 def _jobs_behind_report(results: Path) -> dict[str, Record]:
-    """Records by job: of the report, of a bisection if there is one, and of every job whose output one of these read."""
+    """Records by job: of the report, of any bisection, and of every job whose output one of these read."""
     paths = sorted((results / "records").rglob("*.json"))
     read = ((str(path.relative_to(results / "records").with_suffix("")), Record.read(path)) for path in paths)
     records = {name: record for name, record in read if record is not None}
     if "report" not in records:
-        raise UserError(f"{results}/records/report.json: is not there. Run snakemake --cores 1 {results}/report.html.")
+        raise UserError(f"{results}/records/report.json: is not there. Run layerproof run {results}/report.html.")
     makers = {output: name for name, record in records.items() for output in record.outputs}
     behind: set[str] = set()
     waiting = ["report", *({"bisect"} & records.keys())]
@@ -84,13 +88,14 @@ def _jobs_behind_report(results: Path) -> dict[str, Record]:
 
 
 def _outputs(results: Path, jobs: Mapping[str, Record]) -> list[str]:
-    """Outputs, records, logs and benchmarks of these jobs that are there, relative to results/."""
+    """Existing outputs, records, logs and benchmarks of these jobs, relative to results/."""
     made = {str(Path(path).relative_to(results)) for record in jobs.values() for path in record.outputs}
     made |= {f"records/{name}.json" for name in jobs}
-    # The stages of a chain have one log: results/logs/chain/all.log is of the jobs chain/all/STAGE.
-    logged = {str(part) for name in jobs for part in (Path(name), Path(name).parent)}
-    made |= {f"{folder}/{name}{end}" for name in logged for folder, end in (("logs", ".log"), ("benchmarks", ".tsv"))}
-    return [name for name in _files(results) if name in made]
+    made |= {f"logs/{name}.log" for name in jobs}
+    # The stages of a chain share one benchmark: results/benchmarks/chain/all.tsv is that of the jobs chain/all/STAGE.
+    made |= {f"benchmarks/{part}.tsv" for name in jobs for part in (Path(name), Path(name).parent)}
+    several = ("benchmarks/blocks/", "benchmarks/golden/whole.tsv")  # of jobs that ran several stages
+    return [name for name in _files(results) if name in made or name.startswith(several)]
 
 
 def _code(jobs: Mapping[str, Record]) -> dict[str, list[tuple[str, str]]]:
@@ -103,8 +108,9 @@ def _code(jobs: Mapping[str, Record]) -> dict[str, list[tuple[str, str]]]:
 
 def _job(record: Record) -> dict[str, Any]:
     return {
-        "verb": record.verb,
-        "settings": record.spec,
+        "settings": record.job.settings,
+        "arguments": record.job.arguments,
+        "versions": record.job.versions,
         "inputs": record.inputs,
         "outputs": {path: description["sha256"] for path, description in record.outputs.items()},
         "functions": len(record.code),
@@ -115,7 +121,7 @@ def _job(record: Record) -> dict[str, Any]:
 
 
 def _checkpoint(results: Path) -> dict[str, str]:
-    """Digest of the weights of each stage: a checkpoint is too large to be listed file by file."""
+    """Digest of the weights of each stage: a checkpoint is too large to list file by file."""
     paths = sorted((results / "weights").glob("*.json"))
     described = {path.stem: read_json(path) for path in paths if path.stem != "unused"}
     return {stage: entry.get("digest", entry.get("error", "")) for stage, entry in described.items()}
@@ -131,8 +137,10 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the workflow and whether its tree held changes; `unknown` where there is no git or no repository."""
+    """The workflow's commit, and whether its tree had changes; `unknown` if there is no git or no repository."""
     try:
+        if not (WORKFLOW / ".git").exists():  # the repository around an installed package is somebody else's
+            return {"commit": "unknown", "dirty": None}
         commit = _git("rev-parse", "HEAD").strip()
         return {"commit": commit, "dirty": bool(_git("status", "--porcelain").strip())}
     except (OSError, subprocess.CalledProcessError):
@@ -140,7 +148,7 @@ def git_state() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(REPOSITORY), *arguments]
+    command = ["git", "-C", str(WORKFLOW), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -148,8 +156,8 @@ def archive(manifest: Path, output: Path) -> None:
     """Packs the manifest, the files that the report rests on, and the code and inputs that they were made from.
 
     Raises:
-        UserError: if a file was changed or removed since the manifest was written, or code since it ran, other than in
-            comments and formatting: what the archive holds is what ran.
+        UserError: if a file was changed or removed after the manifest was written, or code other than comments and
+            formatting after it ran: the archive contains exactly what ran.
     """
     results = manifest.parent
     listed = _read(manifest)
@@ -164,12 +172,14 @@ def archive(manifest: Path, output: Path) -> None:
         if fingerprint.current(entry) != recorded
     ]
     if problems:
-        renew = "snakemake --cores 1 --forcerun manifest -- results/manifest.json"
+        renew = "layerproof run results/manifest.json -- --forcerun manifest"
         raise UserError(f"{manifest}: {problems[0]} ({len(problems)} in all). Renew it: {renew}")
     packed = {f"results/{name}": results / name for name in (MANIFEST, *listed["outputs"])}
-    packed |= {f"code/{path.lstrip('/')}": REPOSITORY / path for path in code if (REPOSITORY / path).exists()}
+    packed |= {
+        f"code/{path.lstrip('/')}": fingerprint.path_of(path) for path in code if fingerprint.path_of(path).exists()
+    }
     packed |= {f"inputs/{path.lstrip('/')}": Path(path) for path in listed["inputs"]}
-    # Outputs and inputs were just found to be what the manifest says: they are not read again.
+    # Outputs and inputs were just checked against the manifest, so they are not read again.
     known = {f"results/{name}": entry for name, entry in listed["outputs"].items()}
     known |= {f"inputs/{path.lstrip('/')}": entry for path, entry in listed["inputs"].items()}
     files = {name: known.get(name) or _describe(path) for name, path in packed.items()}
@@ -188,9 +198,9 @@ def _differs(path: Path, digest: str) -> bool:
 
 
 def verify(path: Path) -> int:
-    """Checks results/ against its manifest, or an archive against the manifest inside; prints what differs.
+    """Checks results/ against its manifest, or an archive against the manifest inside, and prints the differences.
 
-    Returns 0 if nothing was changed, removed or added, else 1.
+    Returns 0 if nothing was changed, removed or added, otherwise 1.
 
     Raises:
         UserError: if there is no usable manifest.
@@ -207,7 +217,7 @@ def _read(manifest: Path) -> dict[str, Any]:
         content = read_json(manifest)
         return _checked(content, manifest)
     except (OSError, ValueError) as error:
-        raise UserError(f"{manifest}: cannot be read ({error}). Run snakemake --cores 1 {manifest}.") from None
+        raise UserError(f"{manifest}: cannot be read ({error}). Run layerproof run {manifest}.") from None
 
 
 def _checked(content: Any, where: Path) -> dict[str, Any]:

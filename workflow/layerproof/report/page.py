@@ -1,13 +1,12 @@
-"""results/report.html: the verdict in a sentence, what it rests on, and for each stage what to do about it.
+"""results/report.html: the verdict in a sentence, its basis, and what to do about each stage.
 
-The page is whole in itself: the plots are inside, nothing is fetched, and it can be read without JavaScript. This
-module turns the files of a run into words and numbers; the template lays them out.
+The page is self-contained: it embeds the plots, fetches nothing, and can be read without JavaScript. This module turns
+the files of a run into words and numbers; the template lays them out.
 """
 
 from __future__ import annotations
 
 import base64
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from layerproof import environment
-from layerproof.measure.rule import FIXED_CLOSE, FIXED_CORRELATION, FIXED_MAX_ABS, FIXED_MEAN_ABS, decisive
+from layerproof import __version__, environment
+from layerproof.config import Config, as_json
+from layerproof.measure.rule import FIXED_CLOSE, FIXED_CORRELATION, FIXED_MAX_ABS, FIXED_MEAN_ABS, overall_limit
 from layerproof.model.captured import CHAIN as CAPTURED
 from layerproof.model.stages import LM_HEAD
 from layerproof.report import weights as report_weights
@@ -24,7 +24,6 @@ from layerproof.report.coverage import unused_tensors, what_was_compared, what_w
 from layerproof.report.manifest import git_state
 from layerproof.report.sentences import diagnosis_sentences, largest_R, verdict_sentences
 from layerproof.report.words import NOT_COMPARED, Comparison, counted, number, share
-from layerproof.rerun.recorder import REPOSITORY
 from layerproof.taps import OUT, in_order
 from layerproof.tensors.tensor import brackets
 
@@ -49,29 +48,29 @@ def render(
     audit: Mapping[str, Any],
     trimmed: Sequence[Mapping[str, Any]],
     preflights: Sequence[Mapping[str, Any]],
-    spec: Mapping[str, Any],
+    config: Config,
+    software: Mapping[str, str],
 ) -> str:
     """The report as HTML.
 
     `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of
-    results/verdicts.json, results/compare, results/compare/chain and results/diagnosis; `plots` are SVG files by stage,
-    `map` and `depth`; `unused` names the tensors of the checkpoint that no stage loads; `audit`, `trimmed` and
-    `preflights` (golden, port) are the contents of the files of that name; `spec` is the job's, with the resolved `config`.
+    results/verdicts.json, results/compare, results/compare/chain and results/diagnosis. `plots` are SVG files by stage,
+    plus `map` and `depth`. `unused` names the tensors of the checkpoint that no stage loads. `audit`, `trimmed` and
+    `preflights` (golden, port) are the contents of the files of that name. `software` are the versions on this host.
     """
-    environment = Environment(
+    jinja = Environment(
         loader=FileSystemLoader(template.parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "brackets": brackets, "share": share}
-    config = spec["config"]
+    jinja.filters |= {"number": number, "brackets": brackets, "share": share}
     images = {name: _data_uri(path) for name, path in plots.items()}
-    limit = config["compare"]["limit"]
+    limit = config.compare.limit
     headline, *details = verdict_sentences(verdicts, comparisons, chains, diagnoses, limit)
     by_stage = {diagnosis["stage"]: diagnosis for diagnosis in diagnoses}
-    return environment.get_template(template.name).render(
+    return jinja.get_template(template.name).render(
         overall=verdicts["overall"],
         headline=headline,
         details=details,
@@ -84,10 +83,10 @@ def render(
         chains=chains,
         audit=report_weights.section(audit, trimmed),
         limit=limit,
-        config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+        config=yaml.safe_dump(as_json(config), sort_keys=False, allow_unicode=True),
         preflights=preflights,
         origin=_origin(),
-        surroundings=_surroundings(preflights, spec),
+        environment=_environment(preflights, software),
     )
 
 
@@ -114,7 +113,7 @@ def _stage(
     images: Mapping[str, str],
     limit: float,
 ) -> dict[str, Any]:
-    """What the template shows of one stage."""
+    """The values that the template shows for one stage."""
     stage, taps = comparison["stage"], comparison["taps"]
     compared = {name: tap for name, tap in taps.items() if tap["status"] not in NOT_COMPARED}
     out = taps.get(OUT, {})
@@ -146,7 +145,7 @@ def _stage(
         "plot": images.get(stage),
         "port": comparison.get("port") or {},
         "commands": [
-            f"snakemake --cores 1 --forcerun results/port/{stage}.h5 -- results/compare/{stage}.json",
+            f"layerproof run results/compare/{stage}.json -- --forcerun results/port/{stage}.h5",
             *(
                 _chain_command(chain["chain"], stage)
                 for chain in chains
@@ -157,14 +156,14 @@ def _stage(
 
 
 def _tap(name: str, tap: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """A row of the table of taps; the metrics keep their names of metrics.compare."""
+    """A row of the table of taps; metrics keep the names that `metrics.compare` gives them."""
     return {
         "name": name,
         "status": tap["status"],
         "tap": tap,
         "metrics": tap.get("kind"),
         "text": _exact_text(tap) if tap.get("kind") == "exact" else tap["reason"],
-        "decisive": decisive(tap, limit) if tap.get("kind") == "float" else None,
+        "overall_limit": overall_limit(tap, limit) if tap.get("kind") == "float" else None,
         "worst": _worst_place(tap),
         "nonfinite": _nonfinite_text(tap) if tap.get("kind") == "float" else None,
         "fixed": _fixed_text(tap["fixed"]) if "fixed" in tap else None,
@@ -198,7 +197,7 @@ def _routing_text(routing: Mapping[str, Any]) -> str:
 
 
 def _worst_place(tap: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The token, head, block of channels or expert with the largest R."""
+    """The token, head, channel block or expert with the largest R."""
     places = []
     if token := tap.get("worst_token"):
         places.append({"R": token["R"], "text": f"token {brackets(token['index'])}"})
@@ -229,23 +228,25 @@ def _fixed_text(fixed: Mapping[str, bool | None]) -> str:
 
 
 def _chain_command(chain: str, stage: str) -> str:
-    """Runs a stage of a chain and those after it that it reaches."""
-    return f"snakemake --cores 1 --forcerun results/chain/{chain}/{stage}.h5 -- results/compare/chain/{chain}.json"
+    """The command that reruns a stage of a chain and the later stages that its output reaches."""
+    return f"layerproof run results/compare/chain/{chain}.json -- --forcerun results/chain/{chain}/{stage}.h5"
 
 
-# Surroundings
+# Environment
 
 
 def _origin() -> dict[str, str]:
     git = git_state()
     state = {True: ", with uncommitted changes", False: "", None: ""}[git["dirty"]]
-    return {"Layerproof": _version(), "Commit": f"{git['commit']}{state}"}
+    return {"Layerproof": __version__, "Commit": f"{git['commit']}{state}"}
 
 
-def _surroundings(preflights: Sequence[Mapping[str, Any]], spec: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """Software and hardware by name, of the golden, the port and this report; empty where one has no such thing."""
+def _environment(
+    preflights: Sequence[Mapping[str, Any]], software: Mapping[str, str]
+) -> dict[str, dict[str, list[str]]]:
+    """Software and hardware by name, for the golden, the port and this report; empty where one lacks an entry."""
     parts = {"Software": "software", "Hardware": "hardware"}
-    here = {"software": environment.software(spec), "hardware": environment.hardware()}
+    here = {"software": software, "hardware": environment.hardware()}
     all_of_them = [*preflights, here]
     return {
         title: {
@@ -256,13 +257,6 @@ def _surroundings(preflights: Sequence[Mapping[str, Any]], spec: Mapping[str, An
     }
 
 
-def _version() -> str:
-    try:
-        return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    except (OSError, KeyError, tomllib.TOMLDecodeError):
-        return "unknown"
-
-
 def _data_uri(svg: Path) -> str:
-    """An image apart from the page's own names and styles, which inlined SVGs would share with it."""
+    """An image that is separate from the page's own names and styles, which inlined SVGs would share."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode()}"

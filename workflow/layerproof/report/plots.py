@@ -1,6 +1,6 @@
 """SVG plots of the comparisons: the errors of one stage, the map of R by stage and tap, and the errors along depth.
 
-Equal input makes equal bytes: no dates, and ids that depend on content alone. Text stays text.
+Equal input gives equal bytes: there are no dates, and ids depend only on the content. Text stays text.
 """
 
 import math
@@ -34,14 +34,14 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "hatch.linewidth": 0.5,
 }
-# Okabe and Ito's colours, which people with any form of colour blindness tell apart; lines differ in style, too.
+# Okabe and Ito's colours, which people with any form of colour blindness can distinguish; lines also differ in style.
 PORT, GOLDEN = "#d55e00", "#0072b2"
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 DASHES = ("-", "--", "-.", ":")
 MARKERS = "os^Dv<>P"
 GREY = "#d0d0d0"
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-# Better than the golden is no concern and stays pale; worse gets darker, so that it shows in print, too.
+# Better than the golden is no concern and stays pale. Worse gets darker, so that it also shows in print.
 SCALE = LinearSegmentedColormap.from_list(
     "R", [(0, "#b9d6ea"), (0.5, "#f6f6f3"), (0.6, "#fde0b8"), (0.75, "#f08a3c"), (0.9, "#b83a0e"), (1, "#7a1d05")]
 )
@@ -49,19 +49,19 @@ SCALE = LinearSegmentedColormap.from_list(
 MAX_PROMPTS = 8
 MAX_POSITIONS = 256
 R_LOW, R_HIGH = 0.5, 10.0
-"""The ends of the map's colour scale; R beyond them has the colour of the end."""
+"""The ends of the map's colour scale. Values of R beyond them get the colour of the end."""
 MAX_LABELLED_STAGES = 16
-"""A map of more stages has no room for the value of R in each cell and the name of each stage."""
+"""A map of more stages has no room for R in each cell and for the name of each stage."""
 MIN_COLUMNS = 6
 STAGE_MARGINS = {"left": 0.055, "right": 0.99, "bottom": 0.16, "top": 0.9, "wspace": 0.24}
-"""Shares of the figure; a layout that finds them takes as long again as the drawing, once for each stage."""
+"""Shares of the figure. A layout that computes them would take as long again as the drawing, for each stage."""
 
 
 def plot_stage(comparison: Mapping[str, Any], output: Path) -> None:
-    """The output of one stage: histogram and quantiles of the errors of port and golden, and R by token.
+    """Plots the output of one stage: histogram and quantiles of the errors of port and golden, and R by token.
 
-    `comparison` is the content of results/compare/STAGE.json. A stage without errors, because its output was not
-    compared or is exact, becomes one line that says so.
+    `comparison` is the content of results/compare/STAGE.json. If a stage has no errors, because its output was not
+    compared or is exact, the plot is one line that says so.
     """
     out = comparison["taps"].get(OUT, {})
     nothing = _nothing_to_draw(comparison, out)
@@ -159,13 +159,16 @@ def _draw_tokens(axes: Axes, token_R: Sequence[Sequence[float | None]]) -> None:
 
 
 def _label_powers(axis: Axis) -> None:
-    """Powers of ten as plain text; matplotlib's own labels are formulas, whose parsing takes longer than the drawing."""
+    """Labels powers of ten in plain text.
+
+    matplotlib's own labels are formulas, and parsing them takes longer than the drawing.
+    """
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: "10" + f"{math.log10(value):.0f}".translate(SUPERSCRIPT)))
 
 
 def _log_ratio(axes: Axes, values: np.ndarray) -> None:
-    """A log scale for positive ratios around 1, of two octaves at least, with plain numbers and room for a legend."""
+    """A log scale for positive ratios around 1, at least two octaves, with plain numbers and room for a legend."""
     low, high = min(values.min() / 1.2, 0.5), max(values.max() * 1.2, 2.0)
     axes.set_yscale("log")
     axes.set_ylim(low, high * (high / low) ** 0.2)
@@ -175,14 +178,14 @@ def _log_ratio(axes: Axes, values: np.ndarray) -> None:
 
 
 def _worst_by(step: int, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and largest values of each `step` neighbours of values [seq], without those that are all NaN."""
+    """Positions and largest values of every `step` neighbours of values [seq], without those that are all NaN."""
     padded = np.pad(values, (0, -len(values) % step), constant_values=np.nan).reshape(-1, step)
     keep = ~np.isnan(padded).all(axis=1)
     return (np.flatnonzero(keep) * step), np.nanmax(padded[keep], axis=1, initial=-np.inf)
 
 
 def plot_map(comparisons: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """R of every tap (down) of every stage (across), with what failed, could not run or is missing marked by a sign.
+    """Plots R of every tap (down) of every stage (across); a sign marks what failed, could not run or is missing.
 
     `comparisons` are the contents of results/compare, in the order of the stages.
     """
@@ -193,7 +196,7 @@ def plot_map(comparisons: Sequence[Mapping[str, Any]], output: Path) -> None:
         norm = TwoSlopeNorm(0.0, math.log10(R_LOW), math.log10(R_HIGH))
         for x, comparison in enumerate(comparisons):
             for y, name in enumerate(taps):
-                # A stage that ended before its taps were known has none: all of them are as the stage is.
+                # A stage that ended before its taps were known has none: all of them get the status of the stage.
                 tap = comparison["taps"].get(name) if comparison["taps"] else {"status": comparison["status"]}
                 if tap:
                     _draw_cell(axes, x, y, tap, lambda R: SCALE(norm(math.log10(R))), annotated)
@@ -263,7 +266,7 @@ def _draw_cell(axes: Axes, x: int, y: int, tap: Mapping[str, Any], colour: Any, 
 
 
 def plot_depth(comparisons: Sequence[Mapping[str, Any]], chains: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Relative L2 error along depth, of each stage alone and of the chains, and below it the gain of each stage.
+    """Plots the relative L2 error along depth, of each stage alone and of the chains, and below it each stage's gain.
 
     `comparisons` and `chains` are the contents of results/compare and results/compare/chain.
     """
@@ -296,7 +299,7 @@ def plot_depth(comparisons: Sequence[Mapping[str, Any]], chains: Sequence[Mappin
 
 
 def _draw_series(axes: Axes, series: Mapping[str, Sequence[float | None]], first: int) -> None:
-    """Lines over the stages on a log scale, numbered from `first` for their style; zeros lie on the lower edge."""
+    """Draws lines over the stages on a log scale; their styles count from `first`, and zeros lie on the lower edge."""
     positive = [value for values in series.values() for value in values if value]
     floor = min(positive, default=1e-3) / 3
     exact = False
@@ -323,7 +326,7 @@ def _draw_series(axes: Axes, series: Mapping[str, Sequence[float | None]], first
 
 
 def _label_stages(axes: Axes, stages: Sequence[str]) -> None:
-    """Names of the stages under the x axis; of many, every fifth layer by its number."""
+    """Names the stages under the x axis; if there are many, labels only every fifth layer, by its number."""
     if len(stages) <= MAX_LABELLED_STAGES:
         axes.set_xticks(range(len(stages)), stages)
         return
@@ -344,7 +347,7 @@ def _brief(R: float) -> str:
 def _figure(
     output: Path, inches: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
 ) -> Iterator[Figure]:
-    """A figure to draw on, written to `output` as SVG when the block ends."""
+    """A figure to draw on; the end of the block writes it to `output` as SVG."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=inches, layout=layout)
         yield figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerproof.measure.rule import GROUP_LIMIT, deciding, decisive, group_limits, place
+from layerproof.measure.rule import GROUP_LIMIT, failing_limit, group_limits, overall_limit, place
 from layerproof.model.captured import CHAIN as CAPTURED
 from layerproof.model.stages import ranges
 from layerproof.report.words import (
@@ -20,10 +20,10 @@ from layerproof.report.words import (
 )
 
 EXACT = 0.01
-"""Below this R a cause is said to explain a tap exactly: the port's error is next to nothing beside a rounding."""
+"""Below this R, a cause explains a tap exactly: the port's error is negligible compared with a rounding."""
 
 SHOWN = 3
-"""Reasons why stages could not run that the verdict gives."""
+"""How many reasons why stages could not run the verdict gives."""
 
 
 # Sentences
@@ -36,7 +36,7 @@ def verdict_sentences(
     diagnoses: Sequence[Mapping[str, Any]],
     limit: float,
 ) -> list[str]:
-    """What came out, as one would say it to a colleague: the first sentence is the verdict."""
+    """The result, as one would say it to a colleague: the first sentence is the verdict."""
     stopped = [comparison for comparison in comparisons if comparison["status"] in NOT_COMPARED]
     culprit = verdicts["first_culprit"]
     agreeing = sum(tap["status"] == "pass" for _, _, tap in all_taps(comparisons))
@@ -94,7 +94,7 @@ def verdict_sentences(
 
 
 def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
-    """What came out of the compiled model that was captured, if one was; `alone` if every stage passes alone."""
+    """The result for the captured compiled model, if there is one; `alone` says whether every stage passes alone."""
     for chain in chains:
         if chain["chain"] == CAPTURED:
             first = chain["first_wrong"]
@@ -119,7 +119,7 @@ def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
 def _culprit(
     first: Mapping[str, Any], comparisons: Sequence[Comparison], culprits: Sequence[Mapping[str, Any]], limit: float
 ) -> list[str]:
-    """The first culprit with its cause, or with what is known of its error, and what else is wrong in its stage."""
+    """The first culprit with its cause, or with the findings on its error, and the other mistakes in its stage."""
     stage, name = first["stage"], first["tap"]
     order = [comparison["stage"] for comparison in comparisons]
     ran = all(one["status"] not in NOT_COMPARED for one in comparisons[: order.index(stage)])
@@ -127,7 +127,7 @@ def _culprit(
     tap = comparisons[order.index(stage)]["taps"][name]
     if not culprits or not culprits[0]["cause"]:
         because = _because(tap, culprits, limit)
-        told = _nonfinite(tap) or tap.get("count") == 0  # by the reason itself
+        told = _nonfinite(tap) or tap.get("count") == 0  # the reason itself says where
         located = culprits[0]["findings"] if culprits and not told else []
         leading, *known = [*located[:1], because, *located[1:]]
         sentences = [f"{where}: {_lower(leading)}", *known, *(_nearest(culprits[0]) if culprits else [])]
@@ -141,8 +141,8 @@ def _culprit(
 
 
 def _because(tap: Mapping[str, Any], culprits: Sequence[Mapping[str, Any]], limit: float) -> str:
-    """What made a tap fail, as a sentence."""
-    R, allowed, where = deciding(tap, limit)
+    """Why a tap failed, as a sentence."""
+    R, allowed, where = failing_limit(tap, limit)
     because = tap["reason"] or f"it is wrong by R {number(culprits[0]['R'])} where its input is right"
     if R is not None and allowed < R and not _nonfinite(tap):
         because = f"R is {number_above(R, allowed)}{f' at {where}' if where else ''} where {allowed:.4g} is allowed"
@@ -150,18 +150,18 @@ def _because(tap: Mapping[str, Any], culprits: Sequence[Mapping[str, Any]], limi
 
 
 def _nonfinite(tap: Mapping[str, Any]) -> bool:
-    """Whether a tap fails by NaN or Inf, which its reason then tells."""
+    """Whether a tap fails because of NaN or Inf; its reason then says so."""
     found = tap.get("nonfinite")
     return bool(found and (found["port_differs"]["count"] or found["reference_differs"]["count"]))
 
 
 def _lower(sentence: str) -> str:
-    """A sentence as it goes on behind a colon; R and NaN stay."""
+    """A sentence that continues after a colon, with a lower-case first letter; R and NaN stay."""
     return sentence if sentence[:2] in ("R ", "Na") else sentence[0].lower() + sentence[1:]
 
 
 def _explained(cause: Mapping[str, Any]) -> str:
-    """How well a cause explains its tap, and how well the next does."""
+    """How well a cause explains its tap, and how well the next best does."""
     runner_up = cause["runner_up"]
     exact = cause["R_explained"] < EXACT
     best = "explains it exactly" if exact else f"explains it to R = {number(cause['R_explained'])}"
@@ -169,7 +169,7 @@ def _explained(cause: Mapping[str, Any]) -> str:
 
 
 def _nearest(culprit: Mapping[str, Any]) -> list[str]:
-    """What is to be said of a culprit without a cause."""
+    """Sentences on a culprit without a cause."""
     if not culprit["tried"]:
         return [] if culprit["findings"] else ["No known mistake shows first at this tap."]
     nearest = culprit["nearest"]
@@ -182,7 +182,10 @@ def _nearest(culprit: Mapping[str, Any]) -> list[str]:
 
 
 def _in_the_same_stage(culprits: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Other taps of the first failing stage that are wrong of themselves: by the same cause, by another, by none known."""
+    """Other taps of the first failing stage that go wrong by themselves.
+
+    They are grouped: by the same cause, by another, by none known.
+    """
     first = culprits[0]["cause"] if culprits else None
     by_cause: dict[str | None, list[str]] = {}
     for culprit in culprits[1:]:
@@ -200,7 +203,7 @@ def _in_the_same_stage(culprits: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _other_culprits(first: str, culprits: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """The other stages that fail, by what is wrong in them."""
+    """The other stages that fail, grouped by the mistakes in them."""
 
     def mistakes(stage: str) -> tuple[tuple[str, str | None], ...]:
         return tuple((one["tap"], one["cause"] and one["cause"]["text"]) for one in culprits[stage])
@@ -227,7 +230,7 @@ def _other_culprits(first: str, culprits: Mapping[str, Sequence[Mapping[str, Any
 
 
 def _passing_on(first: str, comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Stages behind the first culprit that are right, and whose chained output is wrong only because of what feeds them."""
+    """Stages after the first culprit that are right, and whose chained output is wrong only because of their input."""
     order = [comparison["stage"] for comparison in comparisons]
     behind = [one["stage"] for one in comparisons[order.index(first) + 1 :] if one["status"] == "pass"]
     through = [chain["stages"] for chain in chains if first in chain["stages"]]
@@ -241,11 +244,11 @@ def _passing_on(first: str, comparisons: Sequence[Comparison], chains: Sequence[
 
 
 def _margin(comparisons: Sequence[Comparison], limit: float) -> list[str]:
-    """How sure a pass is: how much of what is allowed the worst tap uses."""
+    """How sure a pass is: how much of the allowed error the worst tap uses."""
     used = []
     for stage, name, tap in all_taps(comparisons):
         if tap.get("kind") == "float":
-            R, allowed = decisive(tap, limit)
+            R, allowed = overall_limit(tap, limit)
             used += [(R / allowed, stage, name, "")] if R is not None else []
             groups = group_limits(tap, limit)
             used += [(R / allowed, stage, name, f" at {place(tap, kind)}") for kind, R, allowed in groups]
@@ -261,7 +264,7 @@ def _margin(comparisons: Sequence[Comparison], limit: float) -> list[str]:
 
 
 def diagnosis_sentences(diagnosis: Mapping[str, Any], limit: float) -> list[tuple[str | None, str]]:
-    """(tap, what is wrong there) of a stage that fails, and what is to be said of all of them."""
+    """(tap, what is wrong there) for a stage that fails, and sentences on all of its taps under None."""
     if diagnosis["reason"]:
         return [(None, f"Not diagnosed: {with_period(diagnosis['reason'])}")]
     lines: list[tuple[str | None, str]] = []
@@ -278,7 +281,7 @@ def diagnosis_sentences(diagnosis: Mapping[str, Any], limit: float) -> list[tupl
             found = (
                 "Wrong too, though the mistakes named account for the output: its value may be dropped behind the tap"
             )
-        if culprit["R"] is not None and culprit["R"] > limit:  # or it is NaN or Inf that is wrong
+        if culprit["R"] is not None and culprit["R"] > limit:  # otherwise NaN or Inf is wrong
             found += f", R {number(culprit['R'])}" + (f" at {culprit['at']}" if culprit["at"] else "")
             found += " with the golden's taps before it" if culprit["forced"] else ""
         found += "."
@@ -296,7 +299,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _first_stopped(stopped: Sequence[Comparison]) -> list[str]:
-    """The stages that could not run, by reason: the errors, or if there are none what is missing."""
+    """The stages that could not run, by reason: those with errors or, if there are none, the first missing one."""
     errors = [comparison for comparison in stopped if comparison["status"] == "error"]
     by_reason: dict[str, list[str]] = {}
     for comparison in errors or stopped[:1]:
@@ -322,7 +325,7 @@ def _end_to_end(chains: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def largest_R(comparisons: Sequence[Comparison]) -> tuple[str, str, float | None]:
-    """Stage, tap and R; a tap of integers has no R and is the largest only if there is no other."""
+    """Stage, tap and R. An integer tap has no R, and is the largest only if there is no other."""
     return max(
         ((stage, name, tap.get("R")) for stage, name, tap in all_taps(comparisons)),
         key=lambda found: -1 if found[2] is None else found[2],

@@ -3,120 +3,156 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from layerproof.errors import UserError
 from layerproof.files import read_json, write_json, write_text
 from layerproof.report import manifest, verdicts
-from layerproof.rerun import jobs
-from layerproof.rerun.command import Verbs, add_job_verb, job_of, one_output
+from layerproof.rerun.command import (
+    Verbs,
+    add_job_verb,
+    add_person_verb,
+    of_stage,
+    of_stages,
+    only_job,
+    run_tasks,
+    task,
+)
+from layerproof.rerun.job import Job
+from layerproof.rerun.jobs import Task
 from layerproof.rerun.records import Record
 from layerproof.tensors import pruning
 
-if TYPE_CHECKING:
-    pass
-
 
 def add_verbs(verbs: Verbs) -> None:
-    """Adds `audit`, `trim`, `verdicts`, plots, `report`, `manifest`, `archive`, `verify` and `gate` to the command line."""
-    text = "Holds each stage's weights on disk, in the golden and in the port against each other."
-    add_job_verb(verbs, "audit", make_audit, text, "weights", "golden", "port", "prediction", by_hand=True)
-    text = "Drops the taps of a stage that passes, but its outputs and the statistics of all."
-    add_job_verb(verbs, "trim", make_trimmed, text, "comparison", "diagnoses", "golden", "port")
+    """Adds `audit`, `prune`, `verdicts`, plots, `report`, `manifest`, `archive`, `verify` and `gate` to the command line."""
+    add_job_verb(
+        verbs,
+        "audit",
+        audit,
+        "Says what became of the weights, and what memory and disk the jobs take, as results/audit.json has it.",
+        *("weights", "golden", "port", "prediction"),
+        example="layerproof audit",
+        exits="0 if nothing was found; 1 if there is a finding; 2 if there is no audit yet",
+    )
+    text = "Drops the taps of stages that pass, except their outputs and the statistics of all."
+    add_job_verb(verbs, "prune", prune, text, "comparison", "diagnosis", "golden", "port")
     files = "comparisons", "chains", "diagnoses"
-    add_job_verb(verbs, "verdicts", make_verdicts, "Collects all comparisons in one verdict.", *files)
-    add_job_verb(verbs, "plot-stage", make_stage_plot, "Draws the errors of one stage.", "comparisons")
+    add_job_verb(verbs, "verdicts", collect_verdicts, "Collects all comparisons in one verdict.", *files)
+    add_job_verb(verbs, "plot-stage", plot_stage, "Draws the errors of stages.", "comparison")
     text = "Draws the map of all stages and the errors along depth."
-    add_job_verb(verbs, "plot-model", make_model_plots, text, "comparisons", "chains")
+    add_job_verb(verbs, "plot-model", plot_model, text, "comparisons", "chains")
     files = *files, "plots", "records", "template", "verdicts", "unused", "audit", "trimmed", "preflights"
-    add_job_verb(verbs, "report", make_report, "Writes the report.", *files)
-    verb = verbs.add_parser("manifest", help="Lists every file of results/ with its digest.")
-    verb.set_defaults(action=make_manifest)
+    add_job_verb(verbs, "report", write_report, "Writes the report.", *files)
+    verb = verbs.add_parser("manifest", description="Lists every file of results/ with its digest.")
+    verb.set_defaults(action=write_manifest)
     verb.add_argument("output", type=Path)
-    verb.add_argument("--spec", type=json.loads, required=True, help="resolved config, as JSON")
-    verb = verbs.add_parser("archive", help="Packs the results and their manifest in one zip file.")
-    verb.set_defaults(action=make_archive)
+    verb = verbs.add_parser("archive", description="Packs the results and their manifest in one zip file.")
+    verb.set_defaults(action=write_archive)
     verb.add_argument("output", type=Path)
     verb.add_argument("--manifest", type=Path, required=True)
-    verb = verbs.add_parser("verify", help="Finds files that were changed, removed or added since the manifest.")
-    verb.set_defaults(action=verify)
+    verb = add_person_verb(
+        verbs,
+        "verify",
+        verify,
+        "Finds files that were changed, removed or added since the manifest was written, or in an archive.",
+        example="layerproof verify results/archive/2026-11-26.zip",
+        exits="0 if every file is as it was; 1 if one differs; 2 if there is no usable manifest",
+    )
     verb.add_argument("manifest", type=Path, nargs="?", default=Path("results/manifest.json"), help="or an archive")
-    verb = verbs.add_parser("gate", help="Exits with 0 on pass, 1 on fail and 2 on error.")
-    verb.set_defaults(action=gate)
+    verb = add_person_verb(
+        verbs,
+        "gate",
+        gate,
+        "Turns the verdict into an exit code, for CI, and names the stages that do not pass.",
+        example="layerproof run && layerproof gate",
+        exits="0 if the port passes; 1 if it fails; 2 if a stage could not be compared",
+    )
     verb.add_argument("verdicts", type=Path, nargs="?", default=Path("results/verdicts.json"))
 
 
-def make_audit(args: argparse.Namespace) -> int | None:
-    """As a job of the workflow or, without an output, by hand: the audit of results/ is told on the terminal."""
+def audit(args: argparse.Namespace) -> int | None:
+    """As a job of the workflow or, without an output, by hand: prints what results/audit.json says."""
     if not args.outputs:
-        return _tell_audit(Path("results/audit.json"))
-    output = one_output(args)
+        return _print_audit(Path("results/audit.json"))
+    job = only_job(args)
+    (output,) = args.outputs
 
     def work() -> None:
         from layerproof.compare import audit
 
         golden, port = ({path.stem: path for path in paths} for paths in (args.golden, args.port))
         descriptions = {path.stem: read_json(path) for path in args.weights}
-        content = audit.audit(descriptions, golden, port, read_json(args.prediction), args.spec["port_dtype"])
+        content = audit.audit(descriptions, golden, port, read_json(args.prediction), job.config.port.dtype)
         for stage, entry in content["stages"].items():
             for finding in entry["findings"]:
                 print(f"{stage}: {finding['text']}")
         write_json(output, content)
 
-    jobs.run(job_of(args, [*args.weights, *args.golden, *args.port, args.prediction]), work)
+    run_tasks(args, [task(args, job, [*args.weights, *args.golden, *args.port, args.prediction], work)])
     return None
 
 
-def _tell_audit(path: Path) -> int:
-    from layerproof.report import weights as report_weights
+def _print_audit(path: Path) -> int:
+    from layerproof.report import weights
 
     try:
-        section = report_weights.section(read_json(path), [])
+        section = weights.section(read_json(path), [])
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path}: cannot be read ({error}). Run snakemake --cores 1 {path}.") from None
-    print(*report_weights.lines(section), sep="\n")
+        raise UserError(f"{path}: cannot be read ({error}). Run layerproof run {path}.") from None
+    print(*weights.lines(section), sep="\n")
     return int(bool(section["findings"]))
 
 
-def make_trimmed(args: argparse.Namespace) -> None:
-    """Drops the taps of a stage that passes. Not the job of the one that made them: others read them first."""
-    (output,) = args.outputs
-    files = [*args.golden, *args.port] if read_json(args.comparison)["status"] == "pass" else []
-    if any(pruning.read(path) is None for path in files):  # also such as were made again, with the content they had
-        output.unlink(missing_ok=True)
+def prune(args: argparse.Namespace) -> None:
+    """Drops the taps of stages that pass. Not in the job that made them: others read them first."""
 
-    def work() -> None:
-        trimmed = [pruning.trim(path) for path in files]
-        kept = {str(one.path): {"bytes": one.path.stat().st_size, "whole_bytes": one.whole_bytes} for one in trimmed}
-        write_json(output, {"schema_version": 1, "files": kept})
+    def task_of(job: Job) -> Task:
+        comparison, diagnosis, golden, port = (
+            of_stage(paths, job.stage) for paths in (args.comparison, args.diagnosis, args.golden, args.port)
+        )
+        (output,) = of_stages(args.outputs, [job.stage])
+        files = [golden, port] if read_json(comparison)["status"] == "pass" else []
+        if any(pruning.read(path) is None for path in files):  # also such as were made again, with the content they had
+            output.unlink(missing_ok=True)
 
-    jobs.run(job_of(args, [args.comparison, *args.diagnoses, *args.golden, *args.port]), work)
+        def work() -> None:
+            pruned = [pruning.prune(path) for path in files]
+            kept = {str(p.path): {"bytes": p.path.stat().st_size, "whole_bytes": p.original_bytes} for p in pruned}
+            write_json(output, {"schema_version": 1, "files": kept})
+
+        return task(args, job, [comparison, diagnosis, golden, port], work)
+
+    run_tasks(args, list(map(task_of, args.job)))
 
 
-def make_verdicts(args: argparse.Namespace) -> None:
+def collect_verdicts(args: argparse.Namespace) -> None:
+    job = only_job(args)
     (output,) = args.outputs
 
     def work() -> None:
         files = (args.comparisons, args.chains, args.diagnoses)
         write_json(output, verdicts.collect(*(list(map(read_json, paths)) for paths in files)))
 
-    jobs.run(job_of(args, [*args.comparisons, *args.chains, *args.diagnoses]), work)
+    run_tasks(args, [task(args, job, [*args.comparisons, *args.chains, *args.diagnoses], work)])
 
 
-def make_stage_plot(args: argparse.Namespace) -> None:
-    (output,) = args.outputs
+def plot_stage(args: argparse.Namespace) -> None:
+    def task_of(job: Job) -> Task:
+        comparison, (output,) = of_stage(args.comparison, job.stage), of_stages(args.outputs, [job.stage])
 
-    def work() -> None:
-        from layerproof.report import plots
+        def work() -> None:
+            from layerproof.report import plots
 
-        plots.plot_stage(read_json(args.comparisons[0]), output)
+            plots.plot_stage(read_json(comparison), output)
 
-    jobs.run(job_of(args, args.comparisons), work)
+        return task(args, job, [comparison], work)
+
+    run_tasks(args, list(map(task_of, args.job)))
 
 
-def make_model_plots(args: argparse.Namespace) -> None:
+def plot_model(args: argparse.Namespace) -> None:
+    job = only_job(args)
     heat_map, depth = args.outputs
 
     def work() -> None:
@@ -126,13 +162,15 @@ def make_model_plots(args: argparse.Namespace) -> None:
         plots.plot_map(comparisons, heat_map)
         plots.plot_depth(comparisons, list(map(read_json, args.chains)), depth)
 
-    jobs.run(job_of(args, [*args.comparisons, *args.chains]), work)
+    run_tasks(args, [task(args, job, [*args.comparisons, *args.chains], work)])
 
 
-def make_report(args: argparse.Namespace) -> None:
+def write_report(args: argparse.Namespace) -> None:
+    job = only_job(args)
     (output,) = args.outputs
 
     def work() -> None:
+        from layerproof import environment
         from layerproof.report import page
 
         comparisons = list(map(read_json, args.comparisons))
@@ -151,26 +189,22 @@ def make_report(args: argparse.Namespace) -> None:
             read_json(args.audit),
             list(map(read_json, args.trimmed)),
             list(map(read_json, args.preflights)),
-            args.spec,
+            job.config,
+            environment.software(job.versions),
         )
         write_text(output, html)
 
     # Not the records: they hold times, which are no reason to write the report again.
-    files = [args.template, args.verdicts, args.unused, args.audit]
-    jobs.run(
-        job_of(
-            args,
-            [*files, *args.trimmed, *args.preflights, *args.comparisons, *args.chains, *args.diagnoses, *args.plots],
-        ),
-        work,
-    )
+    files = [args.template, args.verdicts, args.unused, args.audit, *args.trimmed, *args.preflights]
+    inputs = [*files, *args.comparisons, *args.chains, *args.diagnoses, *args.plots]
+    run_tasks(args, [task(args, job, inputs, work)])
 
 
-def make_manifest(args: argparse.Namespace) -> None:
-    manifest.write(args.output, args.spec)
+def write_manifest(args: argparse.Namespace) -> None:
+    manifest.write(args.output)
 
 
-def make_archive(args: argparse.Namespace) -> None:
+def write_archive(args: argparse.Namespace) -> None:
     manifest.archive(args.manifest, args.output)
 
 

@@ -1,4 +1,4 @@
-"""All comparisons as one verdict: results/verdicts.json, and the gate that a release can be held at."""
+"""All comparisons as one verdict: results/verdicts.json, and the gate for a release."""
 
 from __future__ import annotations
 
@@ -9,22 +9,41 @@ from typing import Any
 from layerproof.errors import UserError
 from layerproof.files import read_json
 from layerproof.model.stages import ranges
+from layerproof.shapes import (
+    Cause,
+    ChainComparison,
+    Comparison,
+    Culprit,
+    Diagnosis,
+    FirstCulprit,
+    Group,
+    Output,
+    StageVerdict,
+    Tap,
+    Verdicts,
+    Worst,
+)
 from layerproof.taps import OUT
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+GROUPS: tuple[tuple[Group, str], ...] = (
+    ("token", "worst_token"),
+    ("channel_block", "worst_block"),
+    ("head", "worst_head"),
+    ("expert", "worst_expert"),
+)
+"""Groups, with the key of a comparison for the worst group of each."""
 GATE_EXIT = {"pass": 0, "fail": 1, "error": 2}
 
 
 def collect(
-    comparisons: Sequence[Mapping[str, Any]],
-    chains: Sequence[Mapping[str, Any]],
-    diagnoses: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
+    comparisons: Sequence[Comparison], chains: Sequence[ChainComparison], diagnoses: Sequence[Diagnosis]
+) -> Verdicts:
     """The content of results/verdicts.json from the contents of results/compare and results/diagnosis.
 
-    `overall` is `error` if any stage ended as error or missing or there is no stage at all, `fail` if any fails or the
-    captured chain does, and else `pass`. The first culprit is the first tap of the first failing stage that goes wrong of
-    itself, and if the stage could not be diagnosed, the first that fails.
+    `overall` is `error` if any stage ended as error or missing or there is no stage at all, otherwise `fail` if any
+    stage or the captured chain fails, otherwise `pass`. The first culprit is the first tap of the first failing stage
+    that goes wrong by itself or, if the stage could not be diagnosed, the first that fails.
     """
     culprits = {diagnosis["stage"]: diagnosis["culprits"] for diagnosis in diagnoses}
     stages = {one["stage"]: _stage(one, chains, culprits.get(one["stage"], [])) for one in comparisons}
@@ -36,77 +55,83 @@ def collect(
         "first_culprit": _first_culprit(comparisons, culprits),
         "stages": stages,
         "chains": {
-            chain["chain"]: {key: chain[key] for key in ("status", "first_wrong", "logits")} for chain in chains
+            chain["chain"]: {
+                "status": chain["status"],
+                "first_wrong": chain["first_wrong"],
+                "logits": chain["logits"],
+            }
+            for chain in chains
         },
     }
 
 
-def _stage(
-    comparison: Mapping[str, Any], chains: Sequence[Mapping[str, Any]], culprits: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    taps = {
+def _stage(comparison: Comparison, chains: Sequence[ChainComparison], culprits: Sequence[Culprit]) -> StageVerdict:
+    taps: dict[str, Tap] = {
         name: {
             "status": tap["status"],
             "reason": tap.get("reason"),
             "R": tap.get("R"),
+            "excess": tap.get("excess"),
             "worst": _worst(tap),
+            "layout": None,
         }
         for name, tap in comparison["taps"].items()
     }
+    out: Output = {"R": None, "excess": None}
+    if OUT in taps:
+        out = {"R": taps[OUT]["R"], "excess": taps[OUT]["excess"]}
     through = [chain["stages"] for chain in chains if comparison["stage"] in chain["stages"]]
     chained = max(through, key=len)[comparison["stage"]] if through else None
     return {
         "status": comparison["status"],
         "reason": comparison["reason"],
-        "isolated": {"R": taps.get(OUT, {}).get("R"), "taps": taps},
-        "chained": {key: chained.get(key) for key in ("R", "gain", "role")} if chained else None,
+        "isolated": {**out, "outputs": {OUT: out}, "taps": taps},
+        "chained": {"R": chained.get("R"), "gain": chained.get("gain"), "role": chained.get("role")}
+        if chained
+        else None,
         "routing": comparison["routing"],
-        "culprits": [{"tap": culprit["tap"], "cause": _name(culprit["cause"])} for culprit in culprits],
+        "culprits": [{"tap": one["tap"], "cause": _name(one["cause"]), "rank": None} for one in culprits],
         "cause": next((_cause(culprit["cause"]) for culprit in culprits if culprit["cause"]), None),
     }
 
 
-def _cause(cause: Mapping[str, Any]) -> dict[str, Any]:
-    """A cause as verdicts.json states it, with the runner-up without its text."""
+def _cause(cause: Cause) -> Cause:
+    """A cause as in verdicts.json, where the runner-up has no text."""
     runner_up = cause["runner_up"]
     return {
-        **{key: cause[key] for key in ("name", "text", "R_explained")},
-        "runner_up": {key: runner_up[key] for key in ("name", "R_explained")} if runner_up else None,
+        "name": cause["name"],
+        "text": cause["text"],
+        "R_explained": cause["R_explained"],
+        "runner_up": {"name": runner_up["name"], "R_explained": runner_up["R_explained"]} if runner_up else None,
+        "estimate": None,
     }
 
 
-def _name(cause: Mapping[str, Any] | None) -> str | None:
+def _name(cause: Cause | None) -> str | None:
     return cause["name"] if cause else None
 
 
-def _worst(tap: Mapping[str, Any]) -> dict[str, Any] | None:
+def _worst(tap: Mapping[str, Any]) -> Worst | None:
     """The group with the largest R: a token, a channel block, a head or the tokens of an expert."""
-    groups = [
-        {"group": group, "index": tap[key]["index"], "R": tap[key]["R"]}
-        for group, key in (
-            *(("token", "worst_token"), ("channel_block", "worst_block")),
-            *(("head", "worst_head"), ("expert", "worst_expert")),
-        )
-        if tap.get(key)
+    groups: list[Worst] = [
+        {"group": group, "index": tap[key]["index"], "R": tap[key]["R"]} for group, key in GROUPS if tap.get(key)
     ]
     return max(groups, key=lambda group: group["R"], default=None)
 
 
-def _first_culprit(
-    comparisons: Sequence[Mapping[str, Any]], culprits: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> dict[str, Any] | None:
+def _first_culprit(comparisons: Sequence[Comparison], culprits: Mapping[str, Sequence[Culprit]]) -> FirstCulprit | None:
     for comparison in comparisons:
         stage = comparison["stage"]
         for culprit in culprits.get(stage, []):
-            return {"stage": stage, "tap": culprit["tap"], "cause": _name(culprit["cause"])}
+            return {"stage": stage, "tap": culprit["tap"], "cause": _name(culprit["cause"]), "rank": None}
         for name, tap in comparison["taps"].items():
             if tap["status"] == "fail":
-                return {"stage": stage, "tap": name, "cause": None}
+                return {"stage": stage, "tap": name, "cause": None, "rank": None}
     return None
 
 
 def gate(path: Path) -> int:
-    """Exit code for a verdicts.json: 0 for pass, 1 for fail, 2 for error; prints the verdict in a line.
+    """Exit code for a verdicts.json: 0 for pass, 1 for fail, 2 for error; prints the verdict in one line.
 
     Raises:
         UserError: if the file is not a verdicts.json of this schema.
@@ -125,7 +150,7 @@ def gate(path: Path) -> int:
         code = GATE_EXIT[overall]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: is no verdicts.json of schema {SCHEMA_VERSION} ({error}). Run snakemake again."
+            f"{path}: is not a verdicts.json of schema {SCHEMA_VERSION} ({error}). Run snakemake again."
         ) from None
     print(f"{path}: {overall}{blame} ({stages})")
     return code

@@ -1,4 +1,4 @@
-"""What the report says of weights, memory and disk: results/audit.json in words."""
+"""What the report says about weights, memory and disk: results/audit.json in words."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -9,7 +9,10 @@ from layerproof.model.stages import layer_of, ranges
 
 
 def section(audit: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The `rows` of the table of weights, `findings` and `notes` as sentences, and what the run takes, with `machines`."""
+    """The content of results/audit.json for the report.
+
+    It has `rows` for the table of weights, `findings` and `notes` as sentences, what the `run` needs, and `machines`.
+    """
     run = audit["run"]
     return {
         "rows": _rows(audit["stages"]),
@@ -28,7 +31,7 @@ def section(audit: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]) -> d
 
 
 def lines(section: Mapping[str, Any]) -> Iterator[str]:
-    """A `section` as a person reads it on a terminal."""
+    """Yields the lines of a `section` for a terminal."""
     for row in section["rows"]:
         held = f"{row['disk']} on disk; {row['golden']} in the golden; {row['port']} in the port"
         yield f"{row['stages']}: {held}; golden job {row['golden_job']}, port job {row['port_job']}, files {row['files']}"
@@ -41,7 +44,7 @@ def lines(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _dropped(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """How much smaller files became by `layerproof trim`."""
+    """By how much pruning made files smaller."""
     if not files:
         return {}
     before, after = (sum(file[key] for file in files) for key in ("whole_bytes", "bytes"))
@@ -49,7 +52,7 @@ def _dropped(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
 
 
 def _rows(audited: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row for stages that follow one another and have the same weights; bytes of files differ by their names."""
+    """One row for consecutive stages with the same weights. The sizes of their files differ only by their names."""
     rows = {stage: _row(entry) for stage, entry in audited.items()}
     groups = [list(group) for _, group in groupby(rows, key=lambda stage: rows[stage])]
     return [
@@ -73,7 +76,7 @@ def _by_dtype(found: Mapping[str, int] | None) -> str:
 
 
 def _sentences(audited: Mapping[str, Any], notes: bool) -> list[str]:
-    """Findings, each once for all stages that have it."""
+    """Each finding once, with all stages that have it."""
     by_text: dict[str, list[str]] = {}
     for stage, entry in audited.items():
         for finding in entry["findings"]:

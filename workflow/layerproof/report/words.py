@@ -11,7 +11,7 @@ NOT_COMPARED = ("error", "missing")
 
 
 def all_taps(comparisons: Iterable[Comparison]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """(stage, tap name, tap) of them all, in order."""
+    """(stage, tap name, tap) of all taps, in order."""
     return [(one["stage"], name, tap) for one in comparisons for name, tap in one["taps"].items()]
 
 
@@ -19,7 +19,7 @@ def all_taps(comparisons: Iterable[Comparison]) -> list[tuple[str, str, Mapping[
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with this many significant digits, or a dash for one that is undefined."""
+    """A number with this many significant digits, or a dash if it is undefined."""
     if value is None:
         return "–"
     if value == 0 or (isinstance(value, int) and abs(value) < 1e6):
@@ -31,13 +31,13 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def number_above(value: float, limit: float) -> str:
-    """The value with as many digits as it takes to be seen above the limit."""
+    """The value with enough digits to show that it exceeds the limit."""
     texts = (number(value, digits) for digits in range(3, 18))
     return next(text for text in texts if float(text) > limit)
 
 
 def share(value: float | None) -> str:
-    """A share in percent; 100 % only if it is all."""
+    """A share in percent; 100 % only if it is everything."""
     if value is None:
         return "–"
     return f"{math.floor(value * 1000) / 10:g} %"

@@ -1,12 +1,13 @@
-"""Which Python functions a job ran, and a fingerprint of each that comments, docstrings and formatting do not change.
+"""Fingerprints of the Python functions that a job ran, which comments, docstrings and formatting do not change.
 
-A fingerprint covers what a function's behaviour depends on inside our own files: its code, the module-level names that
-it uses (constants, imports, class bodies, also of other own modules), and statements that run at import. Installed
-packages are covered by their versions, not here. Fingerprints are made from the syntax tree alone, so they can be
-compared without importing anything.
+A fingerprint covers everything in our own files that a function's behaviour depends on: its code, the module-level
+names that it uses (constants, imports, class bodies, also of other modules of our own), and statements that run at
+import. Installed packages are covered by their versions instead. Fingerprints are computed from the syntax tree alone,
+so comparing them imports nothing.
 
-An entry is `PATH::function`, `PATH::Class.method`, `PATH::=name` (a module-level binding) or `PATH::` (the statements that
-run at import). PATH is relative to the repository, or absolute outside of it.
+An entry is `PATH::function`, `PATH::Class.method`, `PATH::=name` (a module-level binding) or `PATH::` (the statements
+that run at import). PATH is `layerproof/…` for the library's own code, otherwise relative to the working directory, or
+absolute outside it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from layerproof.rerun import recorder
-from layerproof.rerun.recorder import REPOSITORY, Seen, is_generated, is_own, loaded_files, modified_time
+from layerproof.rerun.recorder import FOLDER, LIBRARY, Seen, is_generated, is_own, loaded_files, modified_time
 from layerproof.rerun.source import STAR, Source, is_star, parse_file
 
+OWN = f"{Path(LIBRARY).name}/"
+"""How names of the library's own files begin in records."""
+
 Entry = tuple[str, str]
-"""A file by its absolute path, and what is after the `::` of an entry."""
+"""A file by its absolute path, and the part of an entry after `::`."""
 
 
 def fingerprints(seen: Seen) -> dict[str, str]:
     """Fingerprint by entry of the recorded functions in our own files and of all module-level code that they use.
 
-    What was edited while the job ran gets a fingerprint that nothing has, so that the job runs again.
+    Code that was edited while the job ran gets a fingerprint that matches nothing, so the job runs again.
     """
     _forget_what_changed()
     entries: set[Entry] = set()
@@ -49,7 +53,7 @@ def fingerprints(seen: Seen) -> dict[str, str]:
         entries |= new
         left += new
     used = {_relative(file) for file, _ in entries}
-    for file, modified in loaded_files.items():  # also where no function ran, but a constant was used
+    for file, modified in loaded_files.items():  # also files of which only a constant was used
         if _relative(file) in used and modified_time(file) != modified:
             edited.add(_written(file, ""))
     known = {_written(file, local): _fingerprint(_parsed, file, local) for file, local in entries}
@@ -57,14 +61,19 @@ def fingerprints(seen: Seen) -> dict[str, str]:
 
 
 def changed(recorded: Mapping[str, str]) -> list[str]:
-    """Entries whose fingerprint is not the recorded one any more."""
+    """Entries whose fingerprint differs from the recorded one."""
     return [entry for entry, fingerprint in recorded.items() if current(entry) != fingerprint]
 
 
 def current(entry: str) -> str:
-    """Fingerprint of an entry as its file is now; a text that is no digest if the file or entry is gone or broken."""
+    """Fingerprint of an entry as its file is now; not a digest if the file or entry is gone or broken."""
     name, _, local = entry.partition("::")
-    return _fingerprint(parse_file, str(REPOSITORY / name), local)
+    return _fingerprint(parse_file, str(path_of(name)), local)
+
+
+def path_of(name: str) -> Path:
+    """The file of a name in a record: in the library, below the working directory, or anywhere by an absolute path."""
+    return Path(LIBRARY).parent / name if name.startswith(OWN) else FOLDER / name
 
 
 def _fingerprint(parse: Callable[[str], Source], file: str, local: str) -> str:
@@ -80,12 +89,12 @@ def _fingerprint(parse: Callable[[str], Source], file: str, local: str) -> str:
 
 @functools.cache
 def _parsed(file: str) -> Source:
-    """`_parse` as it was when a set of fingerprints was begun: it looks at few files thousands of times."""
+    """`parse_file` as of the start of a set of fingerprints, which looks at few files thousands of times."""
     return parse_file(file)
 
 
 def _entry_of(source: Source, code: CodeType) -> str:
-    """The entry that a code object belongs to: its outermost function, or else the module-level statement it is in."""
+    """The entry of a code object: its outermost function, or else the module-level statement that contains it."""
     qualified = code.co_qualname.split(".<locals>")[0]
     if qualified in source.functions:
         return qualified
@@ -96,7 +105,7 @@ def _entry_of(source: Source, code: CodeType) -> str:
 
 
 def _forget_what_changed() -> None:
-    """Has `_used_by` look again if more was loaded, or a file edited, and `_parsed` in any case."""
+    """Clears the cache of `_used_by` if more was loaded or a file edited, and that of `_parsed` in any case."""
     _parsed.cache_clear()
     loaded = list(map(id, sys.modules.values()))
     if loaded != _loaded_modules or any(_state(file) != before for file, before in _looked_at.items()):
@@ -107,22 +116,22 @@ def _forget_what_changed() -> None:
 
 
 def _state(file: str) -> Any:
-    """What `_used_by` finds in a file depends on this, besides on which modules are loaded."""
+    """The state of a file that results of `_used_by` depend on, besides which modules are loaded."""
     return modified_time(file), [
         (name, id(value)) for name, value in _globals(file).items() if isinstance(value, ModuleType)
     ]
 
 
 _looked_at: dict[str, Any] = {}
-"""Files in which `_used_by` looked, with their state."""
+"""Files that `_used_by` looked at, with their state."""
 
 _loaded_modules: list[int] = []
-"""All that were loaded then, by their identity."""
+"""All modules that were loaded then, by identity."""
 
 
 @functools.cache
 def _used_by(file: str, local: str) -> set[Entry]:
-    """The entries in our own files that an entry uses by itself."""
+    """The entries in our own files that an entry uses directly."""
     if file not in _looked_at:
         _looked_at[file] = _state(file)
     source = _parsed(file)
@@ -157,7 +166,7 @@ def _globals(file: str) -> dict[str, Any]:
 
 
 def _add_starred(module: ModuleType, source: Source, names: set[str], entries: set[Entry]) -> None:
-    """Adds names that a module does not bind itself but has from `from ... import *`."""
+    """Adds names that a module does not bind itself but gets by `from ... import *`."""
     stars = [node for bound in source.bindings.get(STAR, []) for node in ast.walk(bound) if is_star(node)]
     for statement in stars if names else []:
         target = _target(module, statement)
@@ -176,7 +185,7 @@ def _imported_modules(statement: ast.Import) -> dict[str, ModuleType | None]:
 
 
 def _add_attribute(here: Mapping[str, Any], chain: tuple[str, ...], entries: set[Entry]) -> None:
-    """Adds what `pkg.mod.NAME` stands for, if all before the last name are modules."""
+    """Adds what `pkg.mod.NAME` refers to, if everything before the last name is a module."""
     target = here.get(chain[0])
     for name in chain[1:-1]:
         target = getattr(target, name, None) if isinstance(target, ModuleType) else None
@@ -185,7 +194,7 @@ def _add_attribute(here: Mapping[str, Any], chain: tuple[str, ...], entries: set
 
 
 def _add_imported(module: ModuleType, statement: ast.ImportFrom, local: str, entries: set[Entry]) -> None:
-    """Adds what a statement imports: in a function all of it, else what makes the entry's binding."""
+    """Adds what a statement imports: in a function all of it, otherwise what binds the entry's name."""
     target = _target(module, statement)
     for alias in statement.names:
         if target is not None and (local == f"={alias.asname or alias.name}" or not local.startswith("=")):
@@ -193,7 +202,7 @@ def _add_imported(module: ModuleType, statement: ast.ImportFrom, local: str, ent
 
 
 def _target(module: ModuleType, statement: ast.ImportFrom) -> ModuleType | None:
-    """The module that `from ... import` in a module reads."""
+    """The module that a `from ... import` statement of a module reads."""
     package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
     parents = package.split(".")[: len(package.split(".")) - statement.level + 1] if statement.level else []
     return sys.modules.get(".".join([*parents, *([statement.module] if statement.module else [])]))
@@ -207,16 +216,20 @@ def _add_binding(module: ModuleType, name: str, entries: set[Entry]) -> None:
 
 @functools.cache
 def _modules() -> dict[str, ModuleType]:
-    """Modules by file; of several the first."""
+    """Modules by file; if several have the same file, the first."""
     return {name: module for module in [*sys.modules.values()][::-1] if (name := getattr(module, "__file__", None))}
 
 
 def _written(file: str, local: str) -> str:
-    """An entry as records have it."""
+    """An entry as records write it."""
     return f"{_relative(file)}::{local}"
 
 
 @functools.cache
 def _relative(file: str) -> str:
+    """A file as records name it, independent of where the library and the working directory are."""
     path = Path(file).resolve()
-    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
+    if path.is_relative_to(LIBRARY):
+        return str(path.relative_to(Path(LIBRARY).parent))
+    name = str(path.relative_to(FOLDER)) if path.is_relative_to(FOLDER) else str(path)
+    return str(path) if name.startswith(OWN) else name

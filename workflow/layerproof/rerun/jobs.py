@@ -1,105 +1,110 @@
-"""Runs jobs: not at all if nothing that they depend on changed; else recorded, with their errors told in a line."""
+"""Runs tasks: not at all if nothing that they depend on changed; else recorded, with each error reported in one line."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import getpass
-import mmap
+import logging
 import os
 import platform
 import shlex
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from layerproof.environment import package_versions
-from layerproof.errors import StageError, StageMissing
-from layerproof.failures import as_stage_error, died, end_with, forget_peak_memory, how_it_ended, peak_memory
-from layerproof.rerun import fingerprint
+from layerproof.errors import StageError, StageMissing, UserError
+from layerproof.failures import as_stage_error, died, forget_peak_memory, how_it_ended, peak_memory
+from layerproof.files import size
+from layerproof.rerun import children, fingerprint
+from layerproof.rerun.job import Job
 from layerproof.rerun.recorder import Seen, lasting, recording
 from layerproof.rerun.records import Record, described, why_stale
 from layerproof.tensors import pruning
 
-
-@dataclass(frozen=True)
-class Job:
-    """What a verb was asked for: `spec` holds its settings; `stamp` is explained in `records`."""
-
-    verb: str
-    spec: Mapping[str, Any]
-    stamp: str
-    inputs: tuple[Path, ...]
-    outputs: tuple[Path, ...]
-    record: Path
-
+log = logging.getLogger(__name__)
 
 Work = Callable[[], Mapping[str, Any] | None]
 """Makes a job's outputs and returns facts for its record."""
 
 CODE = "code"
-"""Among these facts: fingerprints of functions that were run elsewhere for this job, which count as if it had run them."""
+"""Among these facts: fingerprints of functions that ran elsewhere for this job, which count as if it had run them."""
+
+HEARTBEAT_S = 60.0
+"""Seconds between the lines in which a long job says that it still runs."""
 
 
-def is_current(job: Job) -> bool:
-    """Whether the job ran before with the same settings, code and inputs and its output is whole; says so in the log."""
-    reason = why_stale(Record.read(job.record), job.spec, job.stamp, job.inputs, job.outputs)
-    names = ", ".join(map(str, job.outputs[:1])) + (f" and {len(job.outputs) - 1} more" if len(job.outputs) > 1 else "")
-    print(f"{names}: up to date" if reason is None else f"{names}: runs because {reason}", flush=True)
-    return reason is None
-
-
-def run(
-    job: Job,
-    work: Work,
-    on_error: Callable[[StageError], None] | None = None,
-) -> None:
-    """Does the job's work unless `is_current`, and writes its record.
-
-    `work` returns facts for the record. With `on_error` an exception becomes a result: the function is given the error
-    and leaves an output that says so, the record keeps it, and the job succeeds, so that other stages go on.
+@dataclass(frozen=True)
+class Task:
+    """A job with the files that it reads and writes, and the work that makes them. Without a log it prints on the
+    terminal.
     """
-    if is_current(job):
+
+    job: Job
+    inputs: tuple[Path, ...]
+    outputs: tuple[Path, ...]
+    work: Work
+    log: Path | None = None
+
+
+LeaveError = Callable[[Task, StageError], None]
+"""Writes a task's outputs such that they say what went wrong."""
+
+
+def run(task: Task, leave_error: LeaveError | None = None, force: bool = False) -> None:
+    """Does the task's work unless its job is up to date, and writes its record. `force` does it in any case.
+
+    With `leave_error` an exception becomes a result: the function leaves outputs that say so, the record keeps it, and
+    the job succeeds, so that other stages go on.
+    """
+    job = task.job
+    reason = why_stale(Record.read(job.record), job, task.inputs, task.outputs)
+    if reason is None and not force:
+        log.info("%s: up to date", job.name)
         return
-    inputs = {str(path): pruning.digest(path) for path in job.inputs}
+    log.info("%s: runs because %s", job.name, reason or "it was run by hand")
+    inputs = {str(path): pruning.digest(path) for path in task.inputs}
     started, clock = datetime.now(UTC), time.perf_counter()
     facts: Mapping[str, Any] | None = None
     error = None
     seen = dict(_kept)
     directory = os.getcwd()
     forget_peak_memory()
-    with recording(seen):
+    with _heartbeat(job.name), recording(seen):
         try:
-            facts = work()
+            facts = task.work()
         except (Exception, SystemExit) as exception:
-            if on_error is None:
+            if leave_error is None:
                 raise
             if not isinstance(exception, StageError):
                 traceback.print_exc()
             error = as_stage_error(exception)
     os.chdir(directory)  # where a port may have left it
     _ran.update(lasting(seen))
-    if error is not None and on_error is not None:
+    if error is not None and leave_error is not None:
         print(f"error: {error}", file=sys.stderr)
-        on_error(error)
+        leave_error(task, error)
+    seconds, memory = time.perf_counter() - clock, peak_memory()
     Record(
-        verb=job.verb,
-        spec=job.spec,
-        stamp=job.stamp,
+        job=job,
         inputs=inputs,
-        outputs=described(job.outputs),
+        outputs=described(task.outputs),
         code=fingerprint.fingerprints(seen) | (facts or {}).get(CODE, {}),
         error=None if error is None else str(error),
         run={
-            "command": shlex.join(["python", "-m", "layerproof", *sys.argv[1:]]),
+            "command": shlex.join(["layerproof", *sys.argv[1:]]),
             "started": started.isoformat(timespec="seconds"),
-            "wall_s": round(time.perf_counter() - clock, 3),
-            "peak_rss_bytes": peak_memory(),
+            "wall_s": round(seconds, 3),
+            "peak_rss_bytes": memory,
             "host": platform.node(),
             "user": _user(),
             "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -108,62 +113,130 @@ def run(
             **{key: fact for key, fact in (facts or {}).items() if key != CODE},
         },
     ).write(job.record)
+    ended = "ended as an error" if error else "done"
+    log.info("%s: %s after %.1f s, peak memory %s", job.name, ended, seconds, size(memory))
 
 
-_ran: Seen = {}
-_kept: Seen = {}
+def run_all(
+    tasks: Sequence[Task], leave_error: LeaveError | None = None, independent: bool = False, force: bool = False
+) -> None:
+    """Runs tasks one after the other in this process, each printing to its own log.
 
-
-def keep_what_ran() -> None:
-    """What the jobs of this process ran so far counts for those to come too: they may use what it left in memory."""
-    _kept.update(_ran)
-
-
-LeaveError = Callable[[Job, StageError], None]
-"""Writes a job's outputs such that they say what went wrong."""
-
-Apart = Callable[[Sequence[tuple[Job, Work]], LeaveError], None]
-"""Runs jobs one after the other such that one whose process ends leaves an error too."""
-
-
-def run_apart(tasks: Sequence[tuple[Job, Work]], leave_error: LeaveError) -> None:
-    """Runs jobs one after the other in a process of their own, so that one whose process ends leaves an error too.
-
-    A port, its compiler or its driver may abort, exit, or be killed for the memory that it takes.
+    Tasks that are `independent` do not read each other's outputs. They may use what an earlier one left in memory, such as a
+    compiled graph, so what one ran counts for those after it, too.
     """
-    finished = mmap.mmap(-1, len(tasks))  # shared by both processes
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        end_with(parent)
-        faulthandler.enable()  # a crash leaves the Python stack in the log
-        run_here(tasks, leave_error, lambda: finished.write_byte(1))
+    for task in tasks:
+        with printing_to(task.log), _reporting(task.log):
+            run(task, leave_error, force)
+        if independent:
+            _kept.update(_ran)
+
+
+def run_in_subprocess(tasks: Sequence[Task], leave_error: LeaveError, independent: bool = False) -> None:
+    """Runs tasks as `run_all` does, in a process of their own, so that one that takes its process down leaves an error, too.
+
+    The task at which that happens ends as an error that names the signal or exit code. Independent tasks after it run in
+    another process; others end as missing.
+    """
+
+    if not tasks:
         return
-    _, status = os.waitpid(child, 0)
-    blame(tasks, leave_error, finished[:].count(1), os.waitstatus_to_exitcode(status))
+
+    def run_them(to_parent: Connection) -> None:
+        faulthandler.enable()  # a crash leaves the Python stack in the log
+        for task in tasks:
+            run_all([task], leave_error, independent)
+            to_parent.send(None)
+
+    child = children.start(run_them)
+    try:
+        finished = sum(1 for _ in child.received())
+        code = child.exit_code()
+    finally:
+        child.end()
+    left = tasks[finished:]
+    if independent:
+        blame(left[:1], leave_error, code)
+        run_in_subprocess(left[1:], leave_error, independent)
+    else:
+        blame(left, leave_error, code)
 
 
-def run_here(tasks: Sequence[tuple[Job, Work]], leave_error: LeaveError, finished: Callable[[], Any]) -> None:
-    """Runs jobs one after the other in this process, and tells of each that it is finished."""
-    for job, work in tasks:
-        run(job, work, functools.partial(leave_error, job))
-        finished()
-
-
-def blame(tasks: Sequence[tuple[Job, Work]], leave_error: LeaveError, finished: int, code: int) -> None:
-    """Leaves errors for jobs whose process ended: after the `finished` ones, the one at which that happened ends as an
-    error that names the signal or exit code, and the ones after it as missing.
+def blame(tasks: Sequence[Task], leave_error: LeaveError, code: int) -> None:
+    """Leaves errors for tasks whose process ended with this exit code, or minus this signal, while it ran the first of
+    them.
     """
-    reason, error = how_it_ended(code), died(code)
-    for job, _ in tasks[finished:]:
-        run(job, functools.partial(_raise, error), functools.partial(leave_error, job))
-        error = StageMissing(f"no input, because an earlier stage failed: {reason}")
+    if not tasks:
+        return
+    with printing_to(tasks[0].log, append=True):
+        error = died(code)
+    for task in tasks:
+        with printing_to(task.log, append=True):
+            run(Task(task.job, task.inputs, task.outputs, functools.partial(_raise, error)), leave_error)
+        error = StageMissing(f"no input, because an earlier stage failed: {how_it_ended(code)}")
+
+
+@contextlib.contextmanager
+def _reporting(log_file: Path | None) -> Iterator[None]:
+    """Has an exception in the log, too, before it goes on to the terminal."""
+    try:
+        yield
+    except UserError as error:
+        if log_file:
+            print(f"error: {error}", file=sys.stderr)
+        raise
+    except Exception:
+        if log_file:
+            traceback.print_exc()
+        raise
 
 
 def _raise(error: StageError) -> None:
     raise error
+
+
+_ran: Seen = {}
+"""What the jobs of this process ran so far."""
+_kept: Seen = {}
+"""What of it counts for the jobs to come."""
+
+
+@contextlib.contextmanager
+def printing_to(path: Path | None, append: bool = False) -> Iterator[None]:
+    """Standard output and error, also of what this process starts, go to a file inside the block."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = os.dup(1), os.dup(2)
+    with open(path, "ab" if append else "wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, kept in enumerate(before, start=1):
+            os.dup2(kept, number)
+            os.close(kept)
+
+
+@contextlib.contextmanager
+def _heartbeat(name: str) -> Iterator[None]:
+    """Logs once a minute that a job still runs."""
+    done, clock = threading.Event(), time.perf_counter()
+
+    def beat() -> None:
+        while not done.wait(HEARTBEAT_S):
+            log.info("%s: still running after %.0f s", name, time.perf_counter() - clock)
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _user() -> str:

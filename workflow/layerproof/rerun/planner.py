@@ -1,123 +1,157 @@
-"""Decides, before any job runs, which jobs must run for a reason that Snakemake does not see."""
+"""Decides, before any job runs, which jobs must run for a reason that Snakemake does not see.
+
+Snakemake starts a job when the content or time of its inputs changed. It cannot see code, damage and failures, and it takes
+a job that was killed for one that ran. So each job has a job file among its inputs, which gets new content and a new time
+whenever the job may have to run. A job that starts compares everything by content (`records.why_stale`) and returns at once
+when nothing it depends on is different, unless its token changed, which says that it must run in any case.
+
+Tokens and plans are random and not made from the reasons: Snakemake records the inputs of a job when it starts it and keeps
+them if the job is killed, so nothing that it was told before makes it run the job again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layerproof.files import canonical_json, digest_of, read_json, write_text
+from layerproof.files import canonical_json, read_json
 from layerproof.rerun import fingerprint
-from layerproof.rerun.records import NEW, Record, is_whole
+from layerproof.rerun.job import Job
+from layerproof.rerun.records import Record, changed_settings, is_intact
 from layerproof.tensors import pruning
 
 
-class Stamps:
-    """Stamps of the jobs of one workflow; `records` and `files` are the folders that hold records and stamp files, `seen`
-    one for notes of which outputs were read.
+class Planner:
+    """Plans the jobs of one workflow. `records` holds their records, `files` their job files, `seen` notes of which
+    outputs were read.
 
-    A stamp stays what it was when the job ran as long as the code that ran and its outputs are what they were, and is a
-    new one otherwise. A job that failed gets a new one, so it is tried again. Missing outputs count too: Snakemake does
-    not make a file again that nothing newer needs, but a run without it is no proof.
-
-    A trimmed output is as good as the file that it was, unless `wants_whole` says of the job that the file is wanted.
+    A job that failed runs again. Missing outputs count too: Snakemake does not make a file again that nothing newer
+    needs, but a run without it is no proof. A pruned output is as good as the file that it was, unless `wants_taps`
+    says of the job that its taps are wanted.
     """
 
-    def __init__(self, records: Path, files: Path, seen: Path, wants_whole: Callable[[str], bool]) -> None:
-        self.records, self.files, self.seen, self.wants_whole = records, files, seen, wants_whole
-        self.trimmed: dict[str, bool] = {}
-        self.read: dict[str, Record | None] = {}
-        self.known: dict[str, tuple[Record | None, list[list[str]]]] = {}
-        self.written: set[str] = set()
+    def __init__(self, records: Path, files: Path, seen: Path, wants_taps: Callable[[str], bool]) -> None:
+        self.records, self.files, self.seen, self.wants_taps = records, files, seen, wants_taps
+        self._read: dict[str, Record | None] = {}
+        self._reasons: dict[str, list[str]] = {}
+        self._written: dict[str, str] = {}
 
-    def value(self, job: str) -> str:
-        """The stamp of a job, named by its record without ending, such as `port/layer_003`."""
-        record, reasons = self._of(job)
-        old = record.stamp if record else NEW
-        return digest_of([old, reasons])[:16] if reasons else old
+    def path(self, name: str) -> Path:
+        return self.files / f"{name}.json"
 
-    def settings(self, job: str) -> Mapping[str, Any]:
-        """What the job ran with last; nothing if it did not, or has to run for a reason of its own."""
-        record, reasons = self._of(job)
-        return record.spec if record and not reasons else {}
-
-    def file(self, job: str, spec: Mapping[str, Any]) -> str:
-        """The stamp file of a job that is to run with `spec`: given a new time and content if the job has to run.
-
-        Snakemake records the parameters and inputs of a job when it starts it and keeps them if the job is killed, so
-        nothing that it was told before makes it run the job again. Then it puts the outputs back that were there before,
-        made from other inputs maybe, with a new time.
+    def job_file(
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+        versions: Mapping[str, str],
+        rerun_requested: bool,
+    ) -> str:
+        """The path of a job's file, which is written once in a process: with a new token if the job must run, and else as it
+        was when the job ran, so that a plan that was not carried out changes nothing.
         """
-        path = self.files / job
-        if job not in self.written:
-            self.written.add(job)
-            if self._is_stale(*self._of(job), spec) or not path.exists():
-                write_text(path, secrets.token_hex(8))
-        return str(path)
+        if name not in self._written:
+            token = secrets.token_hex(8)
+            job = Job(name, settings, arguments, versions, token, "", token)
+            why, must = ("a rerun was requested", True) if rerun_requested else self.why(job)
+            record = self.record(name)
+            if why is None:
+                self._restore(name)
+            elif must or record is None:
+                replace(job, why=why).write(self.path(name))
+            else:
+                replace(job, why=why, token=record.job.token).write(self.path(name))
+            self._written[name] = str(self.path(name))
+        return self._written[name]
 
-    def is_stale(self, job: str, spec: Mapping[str, Any]) -> bool:
-        """Whether the job has to run with `spec`, for all that is known before any job ran."""
-        return self._is_stale(*self._own(job), spec)
+    def why(self, job: Job) -> tuple[str | None, bool]:
+        """Why a job has to run, for all that is known before any job ran, None if nothing says so; and whether it must
+        run even if its inputs turn out to be what they were.
+        """
+        record = self.record(job.name)
+        if record is None:
+            return "it has not run before", True
+        if reasons := self._own_reasons(job.name, record):
+            return reasons[0], True
+        if any(pruning.read(Path(name)) for name in record.outputs) and self.wants_taps(job.name):
+            return "the taps that were dropped from its output are needed again", True
+        if names := changed_settings(record, job):
+            return f"its settings changed ({', '.join(names)})", False
+        made = self._made
+        different = [name for name, digest in record.inputs.items() if made.get(name, digest) != digest]
+        return (f"its inputs changed ({', '.join(different)})", False) if different else (None, False)
 
-    def _is_stale(self, record: Record | None, reasons: Sequence[Sequence[str]], spec: Mapping[str, Any]) -> bool:
-        if record is None or reasons or any(record.spec.get(key) != value for key, value in spec.items()):
+    def is_stale(self, job: Job) -> bool:
+        """`why`, without asking whether taps are wanted, which asks this."""
+        record = self.record(job.name)
+        if record is None or self._own_reasons(job.name, record) or changed_settings(record, job):
             return True
         return any(self._made.get(name, digest) != digest for name, digest in record.inputs.items())
 
+    def has_run_with(self, job: Job) -> bool:
+        """Whether a job ran with these settings and has no reason of its own to run again."""
+        record = self.record(job.name)
+        return record is not None and not self._own_reasons(job.name, record) and not changed_settings(record, job)
+
+    def record(self, name: str) -> Record | None:
+        if name not in self._read:
+            self._read[name] = Record.read(self.records / f"{name}.json")
+        return self._read[name]
+
+    def _restore(self, name: str) -> None:
+        """Writes a job's file as it was when the job ran, older than its outputs, if it is another one now."""
+        record, path = self.record(name), self.path(name)
+        assert record is not None
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if Job(**read_json(path)) == record.job:
+                return
+        record.job.write(path)
+        times = [Path(output).stat().st_mtime_ns for output in record.outputs if Path(output).exists()]
+        older = min(times, default=10**9) - 10**9
+        os.utime(path, ns=(older, older))
+
+    def _own_reasons(self, name: str, record: Record) -> list[str]:
+        """What of a job itself says that it must run again: its failure, its code and its outputs."""
+        if name not in self._reasons:
+            reasons = ["it failed before"] if record.error is not None else []
+            if code := fingerprint.changed(record.code):
+                reasons.append(f"its code changed ({', '.join(code)})")
+            intact = self._intact(name, record)
+            reasons += [f"its output is missing or damaged ({path})" for path in record.outputs if path not in intact]
+            self._reasons[name] = reasons
+        return self._reasons[name]
+
     @functools.cached_property
     def _made(self) -> dict[str, str]:
-        """Digests of all that jobs made, by path. They are no reason for another stamp: while jobs run they change."""
-        jobs = (str(path.relative_to(self.records).with_suffix("")) for path in self.records.rglob("*.json"))
-        records = filter(None, map(self._record, jobs))
+        """Digests of all that jobs made, by path."""
+        names = (str(path.relative_to(self.records).with_suffix("")) for path in self.records.rglob("*.json"))
+        records = filter(None, map(self.record, names))
         return {name: output["sha256"] for record in records for name, output in record.outputs.items()}
 
-    def _of(self, job: str) -> tuple[Record | None, list[list[str]]]:
-        record, reasons = self._own(job)
-        if job not in self.trimmed:
-            names = record.outputs if record and not reasons else ()
-            self.trimmed[job] = any(pruning.read(Path(name)) for name in names) and self.wants_whole(job)
-        return record, [*reasons, ["taps", "dropped"]] if self.trimmed[job] else reasons
-
-    def _own(self, job: str) -> tuple[Record | None, list[list[str]]]:
-        if job not in self.known:
-            record = self._record(job)
-            self.known[job] = (record, self._reasons(job, record) if record else [])
-        return self.known[job]
-
-    def _record(self, job: str) -> Record | None:
-        if job not in self.read:
-            self.read[job] = Record.read(self.records / f"{job}.json")
-        return self.read[job]
-
-    def _reasons(self, job: str, record: Record) -> list[list[str]]:
-        """What Snakemake does not see of why a job has to run again."""
-        reasons = [[entry, fingerprint.current(entry)] for entry in fingerprint.changed(record.code)]
-        whole = self._whole(job, record)
-        reasons += [[name, "missing or damaged"] for name in record.outputs if name not in whole]
-        if record.error is not None:
-            reasons.append(["failed", record.stamp])
-        return reasons
-
-    def _whole(self, job: str, record: Record) -> dict[str, list[Any]]:
-        """Outputs that are whole, with what they are known by: of one with the size and time with which it was read before,
-        it is not read again. The time that a record has is not enough: Snakemake gives outputs another when a job has ended.
+    def _intact(self, name: str, record: Record) -> dict[str, list[Any]]:
+        """Outputs that are intact, with what they are known by: one with the size and time with which it was read
+        before is not read again. The time in the record is not enough: Snakemake gives outputs another when a job has
+        ended.
         """
-        note = self.seen / f"{job}.json"
+        note = self.seen / f"{name}.json"
         try:
             before = read_json(note)
         except (OSError, ValueError):
             before = {}
-        whole = {}
-        for name, description in record.outputs.items():
+        intact = {}
+        for path, description in record.outputs.items():
             with contextlib.suppress(OSError):
-                status = Path(name).stat()
+                status = Path(path).stat()
                 known_by = [description["sha256"], status.st_size, status.st_mtime_ns]
-                if before.get(name) == known_by or is_whole(Path(name), description):
-                    whole[name] = known_by
-        if whole != before:
+                if before.get(path) == known_by or is_intact(Path(path), description):
+                    intact[path] = known_by
+        if intact != before:
             note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(canonical_json(whole))
-        return whole
+            note.write_text(canonical_json(intact))
+        return intact

@@ -13,31 +13,34 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-RECORDER = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("recorder", "source", "fingerprint"))
-"""Files that run around every job and change none."""
+FOLDER = Path.cwd()
+"""The working directory at the start, before a port or code from a checkpoint may change it."""
+RECORDER = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("recorder", "source", "fingerprint", "jobs"))
+"""Files that run around every job without changing any."""
 INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 LIBRARY = f"{Path(__file__).resolve().parents[1]}/"
-FAULTS = f"{LIBRARY}diagnose/faults/"
+"""Layerproof's own code, which counts wherever it is installed."""
+FAULTS, SHIPPED_PORTS = f"{LIBRARY}diagnose/faults/", f"{LIBRARY}_workflow/"
+"""Parts of the library whose import is recorded, because it registers faults or belongs to a port."""
 
 IMPORTER = "<frozen importlib._bootstrap>"
-"""What runs the body of a module that is imported, not of one that is run as a program."""
+"""The code that runs the body of an imported module, but not of a module that runs as a program."""
 
 STARTED = time.time()
 TOOL = 4
-"""The number of a monitoring tool that debuggers, coverage and profilers leave alone."""
+"""The number of a monitoring tool that debuggers, coverage and profilers do not use."""
 
 Seen = dict[int, tuple[CodeType, float | None]]
-"""Code that ran, by its identity, with the modification time that its file had when it was loaded."""
+"""Code that ran, by its identity, with the modification time of its file when the code was loaded."""
 
 
 @contextlib.contextmanager
 def recording(seen: Seen) -> Iterator[None]:
-    """Adds the code of every Python function of our own that runs inside the block, on any thread, to `seen`.
+    """Adds to `seen` the code of every Python function of our own that runs inside the block, on any thread.
 
     Imports of installed packages and of the library's own modules are not recorded. The body of a class runs once in a
-    process, so it would count for the job that came first; it counts by the names that use it instead. A port's import is
-    recorded, and that of the dictionary of faults, which registers faults that no other code names.
+    process, so it would count only for the first job; instead it counts through the names that use it. The import of a
+    port is recorded, and so is that of the fault dictionary, which registers faults that no other code names.
     """
     _watch_loading()
     _recordings.append(seen)
@@ -53,23 +56,23 @@ def recording(seen: Seen) -> Iterator[None]:
     finally:
         _recordings.pop()
         if _recordings:
-            sys.monitoring.restart_events()  # the outer one did not see what the inner one saw first
+            sys.monitoring.restart_events()  # the outer recording missed what the inner one saw first
         else:
             sys.monitoring.set_events(TOOL, events.NO_EVENTS)
             sys.monitoring.free_tool_id(TOOL)
 
 
 def _on_start(code: CodeType, offset: int) -> Any:
-    """Called at the first start of each function only, so it costs next to nothing."""
+    """Runs only at the first start of each function, so it costs almost nothing."""
     if _recordings and is_own(code.co_filename):
         if _is_importing():
-            return None  # called again when the function starts for a job
+            return None  # runs again when the function starts for a job
         _add(code)
     return sys.monitoring.DISABLE
 
 
 def _is_importing() -> bool:
-    """Whether this thread imports a module that is installed or of the library: it runs its body, or what that calls."""
+    """Whether this thread imports an installed or library module: it runs the body, or what that calls."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back
@@ -80,7 +83,9 @@ def _is_importing() -> bool:
 
 @functools.cache
 def _is_import(filename: str) -> bool:
-    return _is_installed(filename) or (filename.startswith(LIBRARY) and not filename.startswith(FAULTS))
+    if filename.startswith(LIBRARY):
+        return not filename.startswith((FAULTS, SHIPPED_PORTS))
+    return _is_installed(filename)
 
 
 def _add(code: CodeType) -> None:
@@ -92,15 +97,18 @@ def _add(code: CodeType) -> None:
 
 
 _recordings: list[Seen] = []
-"""What is being recorded, the innermost last."""
+"""The active recordings, the innermost last."""
 
 loaded_files: dict[str, float | None] = {}
-"""When each file of our own was written, as it was when its code was loaded."""
+"""The modification time of each file of our own when its code was loaded."""
 
 
 @functools.cache
 def _watch_loading() -> None:
-    """Keeps `loaded_files` from now on: looked up later, an edit while a job runs would look like one before it."""
+    """Keeps `loaded_files` from now on.
+
+    If it were looked up later, an edit while a job runs would look like one before the job.
+    """
     loaded_files.update(sources())
     sys.addaudithook(_on_audit)
 
@@ -111,8 +119,9 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def cached[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """`functools.cache` that keeps the code, too, that ran for a value: it counts as run by every job that is given the
-    value. For what the jobs of a process share.
+    """`functools.cache` that also keeps the code that ran for a value.
+
+    Every job that gets the value counts as having run this code. For values that the jobs of a process share.
     """
     kept: dict[Any, T] = {}
     code: dict[Any, Seen] = {}
@@ -134,14 +143,14 @@ def cached[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 
 def sources() -> dict[str, float]:
-    """The files of our own that are loaded as modules, and when each was written, as far as they are there."""
+    """The files of our own that are loaded as modules, with their modification times, as far as they exist."""
     names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     files = {name: modified_time(name) for name in names if name and (is_own(name) or name in RECORDER)}
     return {name: time for name, time in files.items() if time is not None and not is_generated(Path(name), time)}
 
 
 def are_unchanged(files: Mapping[str, float]) -> bool:
-    """Whether the files that `sources` gave are as they were then."""
+    """Whether the files that `sources` returned still have the same modification times."""
     return all(modified_time(name) == time for name, time in files.items())
 
 
@@ -153,7 +162,10 @@ def modified_time(filename: str) -> float | None:
 
 
 def lasting(seen: Seen) -> Seen:
-    """The recorded code without that of files which this process wrote, while it is known that it did."""
+    """The recorded code without the code in files that this process wrote.
+
+    Only this process can recognise these files.
+    """
     return {
         key: (code, modified)
         for key, (code, modified) in seen.items()
@@ -162,19 +174,23 @@ def lasting(seen: Seen) -> Seen:
 
 
 def is_generated(path: Path, modified: float) -> bool:
-    """Whether a file was written by this process, as torch does: later than it began, and not where the user works."""
-    return modified >= STARTED and not (path.is_relative_to(Path.cwd()) or path.is_relative_to(REPOSITORY))
+    """Whether this process wrote a file, as torch does.
+
+    Such a file is newer than the start of the process, and not where the user works.
+    """
+    return modified >= STARTED and not (path.is_relative_to(Path.cwd()) or str(path).startswith(LIBRARY))
 
 
 @functools.cache
 def is_own(filename: str) -> bool:
-    """Whether a file is Python source that no package manager installed; not a template, say, that Jinja compiled.
+    """Whether a file is Python source that no package manager installed.
 
-    Nor a file of the recorder. A name without a folder is no file: torch.ops has one.
+    A template that Jinja compiled, for example, is not, and files of the recorder do not count. A name without a folder
+    is not a file: torch.ops has one.
     """
     is_source = filename.endswith(".py") and os.path.isabs(filename)
     return is_source and not _is_installed(filename) and filename not in RECORDER
 
 
 def _is_installed(filename: str) -> bool:
-    return filename.startswith(INSTALLED) or "site-packages" in filename
+    return not filename.startswith(LIBRARY) and (filename.startswith(INSTALLED) or "site-packages" in filename)

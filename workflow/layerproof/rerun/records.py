@@ -2,11 +2,6 @@
 
 A record holds the settings, the digests of inputs and outputs, the fingerprints of the functions that ran, and what the
 audit trail needs (command, times, versions, hardware). `results/records/` mirrors the outputs.
-
-Snakemake starts a job when its parameters, or the content or time of its inputs changed. It cannot see code and damage, and
-it takes a job that was killed for one that ran. So each job has a stamp: a parameter and a small input file, both renewed
-by `Stamps` when the job has to run. A job that was started compares everything by content (`why_stale`) and returns at once
-when nothing it depends on is different.
 """
 
 from __future__ import annotations
@@ -18,19 +13,17 @@ from typing import Any
 
 from layerproof.files import read_json, sha256, write_json
 from layerproof.rerun import fingerprint
+from layerproof.rerun.job import Job
 from layerproof.tensors import pruning
 
-SCHEMA_VERSION = 1
-NEW = "new"
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Record:
     """One run of one job. Paths are as Snakemake names them; `outputs` hold `sha256`, `size` and `mtime_ns`."""
 
-    verb: str
-    spec: Mapping[str, Any]
-    stamp: str
+    job: Job
     inputs: Mapping[str, str]
     outputs: Mapping[str, Mapping[str, Any]]
     code: Mapping[str, str]
@@ -50,11 +43,12 @@ class Record:
 
     @classmethod
     def parse(cls, content: Any) -> Record | None:
-        """The record that `write` made this JSON value of, or None if it did not."""
+        """The record from which `write` made this JSON value, or None if it did not."""
         try:
-            if content.pop("schema_version") != SCHEMA_VERSION:
+            if content["schema_version"] != SCHEMA_VERSION:
                 return None
-            return cls(**content)
+            fields = {key: value for key, value in content.items() if key not in ("schema_version", "job")}
+            return cls(job=Job(**content["job"]), **fields)
         except (KeyError, TypeError, AttributeError):
             return None
 
@@ -65,32 +59,59 @@ def describe_output(path: Path) -> dict[str, Any]:
     return {"sha256": sha256(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
-def is_whole(path: Path, description: Mapping[str, Any]) -> bool:
-    """Whether an output still is what its record describes, by its content. A trimmed output is whole if it stands for what
+def described(outputs: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """`describe_output` of each output that exists."""
+    return {str(path): describe_output(path) for path in outputs if path.exists()}
+
+
+def is_intact(path: Path, description: Mapping[str, Any]) -> bool:
+    """Whether an output still is what its record describes, by its content. A pruned output is intact if it stands for what
     the record describes.
     """
     try:
         if path.stat().st_size == description["size"] and sha256(path) == description["sha256"]:
             return True
-        trimmed = pruning.read(path)
-        return trimmed is not None and trimmed.whole == description["sha256"] and trimmed.is_undamaged()
+        pruned = pruning.read(path)
+        return pruned is not None and pruned.original == description["sha256"] and pruned.is_undamaged()
     except OSError:
         return False
 
 
-def why_stale(
-    record: Record | None, spec: Mapping[str, Any], stamp: str, inputs: Iterable[Path], outputs: Iterable[Path]
-) -> str | None:
-    """Why a job must run, in a sentence, or None if it was run with the same settings, inputs and code before."""
+def changed_settings(record: Record, job: Job) -> list[str]:
+    """Names of the settings, arguments and versions that are not those with which the job ran, in dotted form."""
+    names: list[str] = []
+    for before, after in (
+        (record.job.settings, job.settings),
+        (record.job.arguments, job.arguments),
+        (record.job.versions, job.versions),
+    ):
+        names += _different(before, after)
+    return sorted(names)
+
+
+def _different(before: Any, after: Any, prefix: str = "") -> list[str]:
+    if before == after:
+        return []
+    if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
+        return [prefix.removesuffix(".")]
+    missing = object()
+    return [
+        name
+        for key in {*before, *after}
+        for name in _different(before.get(key, missing), after.get(key, missing), f"{prefix}{key}.")
+    ]
+
+
+def why_stale(record: Record | None, job: Job, inputs: Iterable[Path], outputs: Iterable[Path]) -> str | None:
+    """Why a job must run, in a clause, or None if it ran with the same settings, inputs and code before."""
     if record is None:
         return "it has not run before"
     if record.error is not None:
         return "it failed before"
-    if record.spec != spec:
-        keys = sorted(key for key in {*record.spec, *spec} if record.spec.get(key) != spec.get(key))
-        return f"its settings changed ({', '.join(keys)})"
-    if record.stamp != stamp:
-        return "its code or its output changed, or it was forced"
+    if names := changed_settings(record, job):
+        return f"its settings changed ({', '.join(names)})"
+    if record.job.token != job.token:
+        return job.why
     if set(record.outputs) != set(map(str, outputs)):
         return "its set of outputs changed"
     if code := fingerprint.changed(record.code):
@@ -100,11 +121,6 @@ def why_stale(
         different = sorted(key for key in {*digests, *record.inputs} if digests.get(key) != record.inputs.get(key))
         return f"its inputs changed ({', '.join(different)})"
     for name, description in record.outputs.items():
-        if not is_whole(Path(name), description):
+        if not is_intact(Path(name), description):
             return f"its output is missing or damaged ({name})"
     return None
-
-
-def described(outputs: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """`describe_output` of each output that is there."""
-    return {str(path): describe_output(path) for path in outputs if path.exists()}

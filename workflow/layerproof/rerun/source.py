@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from layerproof.files import digest_of
 
 STAR = "*"
-"""What `from module import *` is bound as."""
+"""The name to which `from module import *` is bound."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
@@ -21,7 +21,7 @@ Definition = Function | ast.ClassDef
 
 @dataclass(frozen=True)
 class _Uses:
-    """What one part of an entry names: plain names, dotted names as their parts, and imports."""
+    """The names in one part of an entry: plain names, dotted names as tuples of their parts, and imports."""
 
     names: set[str]
     chains: set[tuple[str, ...]]
@@ -37,8 +37,8 @@ class _Uses:
 class Source:
     """One parsed file: functions by qualified name, statements by the module-level name that they bind, and the rest.
 
-    `compiled` are names of what a function of an installed package decorates or is called with. It may compile functions
-    (numba.njit, torch.jit.script), so that none of their code is ever seen to run: they count where they are named.
+    `compiled` are names that a function of an installed package decorates or gets as arguments. It may compile
+    functions (numba.njit, torch.jit.script) whose code is then never seen to run, so they count where they are named.
     """
 
     functions: dict[str, list[ast.AST]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Source:
     used: dict[str, list[list[_Uses]]] = field(default_factory=dict)
 
     def fingerprint(self, local: str) -> str:
-        """Digest of an entry, made once: the records of many stages name the same functions.
+        """Digest of an entry, computed once: the records of many stages name the same functions.
 
         Raises:
             KeyError: if the file has no such entry.
@@ -71,23 +71,23 @@ class Source:
         else:
             dumps = [_dump(node) for node in self.functions[local]]
         parts = [part for node in self.nodes(local) for part in self._parts(node, local)]
-        # The names that resolve in this module belong to the entry: a new one may shadow what it used before.
+        # Names that resolve in this module belong to the entry: a new one may shadow what the entry used before.
         return digest_of([dumps, sorted({name for part in parts for name in _names(part)} & self.bindings.keys())])
 
     def uses(self, local: str) -> list[list[_Uses]]:
-        """Of each node of an entry what its parts use, found once: the jobs of a process share most of their functions."""
+        """For each node of an entry, what its parts use. Found once: the jobs of a process share most functions."""
         if local not in self.used:
             self.used[local] = [[_Uses.of(part) for part in self._parts(node, local)] for node in self.nodes(local)]
         return self.used[local]
 
     def nodes(self, local: str) -> list[Any]:
-        """What an entry consists of, to look for the names that it uses."""
+        """The nodes of an entry, for finding the names that it uses."""
         if local == "":
             return list(self.bare)
         return self._bound(local[1:]) if local.startswith("=") else self.functions[local]
 
     def _parts(self, node: Any, local: str) -> list[ast.AST]:
-        """The parts of a node that count: of a class its header, of a function that is only bound its decorators."""
+        """The parts of a node that count: for a class its header, for a function that is only bound its decorators."""
         if isinstance(node, ast.ClassDef):
             return _header(node)
         if local.startswith("=") and isinstance(node, Function) and local[1:] not in self.compiled:
@@ -110,7 +110,7 @@ def _parse_version(file: str, mtime_ns: int, size: int) -> Source:
         if isinstance(statement, Definition):
             source.bindings.setdefault(statement.name, []).append(statement)
             _add_definition(source, statement, "")
-            # A decorator of the module's own may keep what it is given, as a registry does, without anybody naming it.
+            # A decorator of the module's own may keep its argument, as a registry does, without any code naming it.
             source.bare.extend(ast.Expr(one) for one in statement.decorator_list if _is_own_name(source, _root(one)))
             if any(_is_of_a_package(source, _root(one)) for one in statement.decorator_list):
                 source.compiled.add(statement.name)
@@ -128,13 +128,13 @@ def _parse_version(file: str, mtime_ns: int, size: int) -> Source:
 
 
 def _is_own_name(source: Source, name: str | None) -> bool:
-    """Whether the module binds a name otherwise than by an import, so far as it was read."""
+    """Whether the module, as far as it is read, binds a name by anything but an import."""
     bound = source.bindings.get(name or "", [])
     return any(not isinstance(statement, ast.Import | ast.ImportFrom) for statement in bound)
 
 
 def _is_of_a_package(source: Source, name: str | None, seen: frozenset[str | None] = frozenset()) -> bool:
-    """Whether a module has a name from elsewhere than Python's own library: imported, or assigned from what is."""
+    """Whether a name comes from outside Python's own library: by import, or assigned from such a name."""
     modules: list[str] = []
     for statement in [] if name in seen else source.bindings.get(name or "", []):
         for node in [] if isinstance(statement, Definition) else ast.walk(statement):
@@ -167,7 +167,7 @@ def _add_definition(source: Source, node: Definition, prefix: str) -> None:
 
 
 def _bound_names(statement: ast.stmt) -> list[str]:
-    """Names that a statement binds, also inside `if`, `try` and the like at module level."""
+    """Names that a statement binds, including those inside `if`, `try` and the like at module level."""
     names: list[str] = []
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -188,7 +188,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _attributes(node: ast.AST) -> set[tuple[str, ...]]:
-    """Dotted names in a syntax tree, each as its parts: of `a.b.c` both `(a, b)` and `(a, b, c)`."""
+    """Dotted names in a syntax tree, each as its parts: for `a.b.c` both `(a, b)` and `(a, b, c)`."""
     chains = set()
     for child in ast.walk(node):
         parts: list[str] = []
@@ -201,7 +201,7 @@ def _attributes(node: ast.AST) -> set[tuple[str, ...]]:
 
 
 def _header(node: ast.ClassDef) -> list[ast.AST]:
-    """What runs when a class is made: bases, decorators and all of the body but its functions and texts."""
+    """The code that runs when a class is created: bases, decorators, and the body without functions and texts."""
     body: list[ast.AST] = []
     for statement in node.body:
         if isinstance(statement, ast.ClassDef):
@@ -212,7 +212,7 @@ def _header(node: ast.ClassDef) -> list[ast.AST]:
 
 
 def _binding(statement: ast.stmt) -> Any:
-    """What a module-level name stands for. Functions are fingerprinted where they run, here only their existence."""
+    """The value of a module-level name. A function is fingerprinted where it runs; here only its existence counts."""
     if isinstance(statement, ast.ClassDef):
         members = [[member.name, _binding(member)] for member in statement.body if isinstance(member, Definition)]
         return ["class", [_dump(part) for part in _header(statement)], members]

@@ -1,8 +1,8 @@
-"""HDF5 files of tensors: bf16 kept bit for bit, checksums on data and metadata, whole or not there.
+"""HDF5 files of tensors: bf16 is stored bit for bit, checksums cover data and metadata, and no file is half written.
 
-One file holds the tensors of one stage in groups: `golden/TAP` and `truth/TAP` in results/golden, `port/TAP` in
-results/port. bfloat16 is stored as uint16 with the attribute `dtype="bfloat16"`. A stage that failed is a file without
-tensors whose attribute `error` says why. Times are left out, so that equal tensors make equal files.
+One file stores the tensors of one stage in groups: `golden/TAP` and `truth/TAP` in results/golden, `port/TAP` in
+results/port. bfloat16 is stored as uint16 with the attribute `dtype="bfloat16"`. A failed stage leaves a file without
+tensors; its attribute `error` says why. Files contain no times, so equal tensors make equal files.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1 << 20
 
 HELD, CONVERSION, COMPILED, RANKS = "held", "conversion", "compiled", "ranks"
-"""Documents: of a golden's file the weights as they were held, of a port's how its weights were converted,
-what compiling it changed, and how its ranks differ.
+"""Names of JSON documents in files.
+
+HELD is in a golden's file: dtypes and shapes of the weights in memory. The others are in a port's file: how its weights
+were converted, what compiling changed, and how its ranks differ.
 """
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """What files and configs call the tensor's dtype, such as `bfloat16`."""
+    """Returns the name of a tensor's dtype in files and configs, such as `bfloat16`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def to_array(tensor: torch.Tensor) -> Tensor:
-    """A torch tensor of any device as numpy data with its dtype's name; bfloat16 becomes uint16 bits."""
+    """Converts a torch tensor on any device to numpy data with the dtype's name; bfloat16 becomes uint16 bits."""
     import torch
 
     tensor = tensor.detach().cpu().contiguous()
@@ -50,7 +52,10 @@ def to_array(tensor: torch.Tensor) -> Tensor:
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in a dtype that files hold: small integers and fp8 in wider ones, complex numbers as pairs."""
+    """Converts a tensor to a dtype that files can store.
+
+    Small integers and fp8 become wider dtypes; complex numbers become pairs.
+    """
     import torch
 
     if dtype_name(tensor) in STORAGE:
@@ -61,7 +66,7 @@ def storable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_torch(array: Tensor) -> torch.Tensor:
-    """The torch tensor that `to_array` was given, on the CPU."""
+    """Converts back what `to_array` returned, to a torch tensor on the CPU."""
     import torch
 
     data = np.ascontiguousarray(array.data[...])
@@ -78,11 +83,12 @@ def write(
     attributes: Mapping[str, Any] | None = None,
     documents: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes tensors by group and tap, each with its statistics (over the tokens in `valid`) as attributes, and JSON
-    values by name beside the groups.
+    """Writes tensors by group and tap, and JSON values (`documents`) by name beside the groups.
+
+    Each tensor gets its statistics, over the tokens in `valid`, as attributes.
 
     Raises:
-        StageError: if the file cannot be written, for instance because the disk is full; nothing is left behind.
+        StageError: if the file cannot be written, for instance because the disk is full; no partial file stays.
     """
     with creating(path) as file:
         set_attributes(file, attributes or {})
@@ -94,9 +100,11 @@ def write(
             file.create_dataset(name, data=data, chunks=data.shape, fletcher32=True)
 
 
-def write_trimmed(source: Path, target: Path, user_block: int) -> None:
-    """Copies a stage's file with every output, and of other taps what their attributes say: statistics, dtype and, here
-    alone, `shape`. Its first `user_block` bytes are left to the caller.
+def write_pruned(source: Path, target: Path, user_block: int) -> None:
+    """Copies a stage's file without the data of its taps, except the outputs.
+
+    Other taps keep only their attributes: statistics, dtype, and `shape`, which only pruned files contain. The caller
+    fills the first `user_block` bytes.
 
     Raises:
         StageError: as `reading` does.
@@ -113,7 +121,7 @@ def write_trimmed(source: Path, target: Path, user_block: int) -> None:
                 empty.attrs[key] = value
             empty.attrs["shape"] = node.shape
 
-    # The target outermost, or a full disk would be told as damage of the source.
+    # Open the target outermost; otherwise a full disk would be reported as damage to the source.
     with _writing(target, user_block) as file, reading(source) as whole:
         for key, value in whole.attrs.items():
             file.attrs[key] = value
@@ -122,7 +130,7 @@ def write_trimmed(source: Path, target: Path, user_block: int) -> None:
 
 @contextlib.contextmanager
 def replacing_or_saying_why(path: Path) -> Iterator[Path]:
-    """`files.replacing` that says what a user can do about a file that cannot be written.
+    """Works like `files.replacing`, but its error says what a user can do if the file cannot be written.
 
     Raises:
         StageError: if the file cannot be written, for instance because the disk is full.
@@ -141,7 +149,7 @@ def creating(path: Path) -> Iterator[h5py.File]:
 
 
 class _Disk(io.FileIO):
-    """A file that keeps its first failed write for later: HDF5 crashes the process if closing a file fails."""
+    """A file that stores its first write error for later, because HDF5 crashes the process if closing a file fails."""
 
     failure: OSError | None = None
 
@@ -158,7 +166,11 @@ class _Disk(io.FileIO):
 
 @contextlib.contextmanager
 def _writing(path: Path, user_block: int = 0) -> Iterator[h5py.File]:
-    """A new HDF5 file, whose first bytes are left to the caller. Raises OSError if any of it could not be written."""
+    """Opens a new HDF5 file and leaves its first `user_block` bytes to the caller.
+
+    Raises:
+        OSError: if any part of the file could not be written.
+    """
     with _Disk(path, "w+") as disk:
         try:
             with h5py.File(disk, "w", libver="latest", userblock_size=user_block) as file:
@@ -172,14 +184,16 @@ def write_dataset(file: h5py.File, name: str, tensor: Tensor, valid: np.ndarray 
     data: Any = tensor.data
     chunks = chunks_of(data)
     dataset = file.create_dataset(name, data=data, chunks=chunks, fletcher32=chunks is not None)
-    # A tap of another shape is for the comparison to fail; it has no tokens to take statistics of.
+    # The comparison will fail a tap with another shape; it has no valid tokens to compute statistics over.
     described = valid is None or tensor.shape[:2] == valid.shape
     set_attributes(dataset, {"dtype": tensor.dtype, **(statistics(tensor, valid) if described else {})})
 
 
 def chunks_of(data: Any) -> tuple[int, ...] | None:
-    """How an array [batch, seq, features...] is cut for storage: whole tokens of one prompt, CHUNK_BYTES of them at most, in
-    equal chunks, since the last one takes as much disk. None if there is nothing to cut.
+    """Returns the shape of storage chunks of an array [batch, seq, features...]; None if it needs no chunks.
+
+    A chunk is a run of whole tokens of one prompt, at most CHUNK_BYTES unless one token is longer. Chunks are of equal
+    size, because the last one uses as much disk as the others.
     """
     if not data.size or data.ndim < 2:
         return None
@@ -188,9 +202,9 @@ def chunks_of(data: Any) -> tuple[int, ...] | None:
 
 
 def set_attributes(node: h5py.HLObject, attributes: Mapping[str, Any]) -> None:
-    """Sets all attributes but those that are None.
+    """Sets all attributes except those that are None.
 
-    Text gets a fixed length: HDF5 keeps text of variable length where no checksum covers it.
+    Text gets a fixed length, because HDF5 stores variable-length text where no checksum covers it.
     """
     for key, value in attributes.items():
         if isinstance(value, str):
@@ -201,10 +215,10 @@ def set_attributes(node: h5py.HLObject, attributes: Mapping[str, Any]) -> None:
 
 
 def attributes(node: h5py.HLObject) -> dict[str, Any]:
-    """Attributes of a file or dataset as plain Python values.
+    """Returns the attributes of a file or dataset as plain Python values.
 
     Raises:
-        KeyError: if one cannot be read, as h5py does; `reading` turns it into a StageError.
+        KeyError: from h5py, if an attribute cannot be read; `reading` turns it into a StageError.
     """
     found: dict[str, Any] = {}
     for key, value in node.attrs.items():
@@ -214,7 +228,7 @@ def attributes(node: h5py.HLObject) -> dict[str, Any]:
 
 
 def write_error(path: Path, error: StageError) -> None:
-    """Leaves a file without tensors that says why the stage has none."""
+    """Writes a file without tensors that says why the stage failed."""
     write(path, {}, attributes={"error": str(error), "missing": isinstance(error, StageMissing)})
 
 
@@ -223,8 +237,8 @@ def reading(path: Path) -> Iterator[h5py.File]:
     """Opens a file of tensors.
 
     Raises:
-        StageError: if the file is missing or damaged, also while data is read inside the block; or if it stands for
-            a stage that failed (the message is the one that the stage left).
+        StageError: if the file is missing or damaged, also while the block reads data; or if it records a failed stage
+            (the message is the one that the stage wrote).
     """
     try:
         with h5py.File(path, "r") as file:
@@ -241,10 +255,10 @@ def reading(path: Path) -> Iterator[h5py.File]:
 
 
 def taps(file: h5py.File, group: str) -> dict[str, Tensor]:
-    """The tensors of a group by tap name, not yet read from the file; empty if the group is not there.
+    """Returns the tensors of a group by tap name, without reading their data; empty if the group does not exist.
 
     Raises:
-        StageError: if the file is trimmed.
+        StageError: if the file is pruned.
     """
     found = _datasets(file, group)
     if any(node.shape is None for node in found.values()):
@@ -253,12 +267,12 @@ def taps(file: h5py.File, group: str) -> dict[str, Tensor]:
 
 
 def dtypes(file: h5py.File, group: str) -> dict[str, str]:
-    """The dtypes of a group's tensors by tap name, also of a trimmed file."""
+    """Returns the dtypes of a group's tensors by tap name; also works for a pruned file."""
     return {name: attributes(node)["dtype"] for name, node in _datasets(file, group).items()}
 
 
 def tap(file: h5py.File, name: str) -> Tensor:
-    """One tensor, not yet read from the file, by its full name such as `golden/out`."""
+    """Returns one tensor by its full name, such as `golden/out`, without reading its data."""
     node = cast("h5py.Dataset", file[name])
     return Tensor(node, attributes(node)["dtype"])
 
@@ -276,7 +290,7 @@ def _datasets(file: h5py.File, group: str) -> dict[str, h5py.Dataset]:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether there is a file without tensors that stands for no failure."""
+    """Whether the file exists, has no tensors and does not record a failure."""
     try:
         with reading(path) as file:
             return not len(file)
@@ -285,7 +299,7 @@ def is_empty(path: Path) -> bool:
 
 
 def read_group(path: Path, group: str) -> dict[str, Tensor]:
-    """All tensors of a group by tap name, read into memory.
+    """Reads all tensors of a group into memory, by tap name.
 
     Raises:
         StageError: as `reading` does.
@@ -295,7 +309,7 @@ def read_group(path: Path, group: str) -> dict[str, Tensor]:
 
 
 def read(path: Path, name: str) -> Tensor:
-    """One tensor, read into memory, by its full name such as `golden/out`.
+    """Reads one tensor into memory, by its full name such as `golden/out`.
 
     Raises:
         StageError: as `reading` does.
@@ -306,7 +320,7 @@ def read(path: Path, name: str) -> Tensor:
 
 
 def read_document(path: Path, name: str) -> Any:
-    """A JSON value of a file.
+    """Reads a JSON document from a file.
 
     Raises:
         StageError: as `reading` does.
@@ -316,20 +330,20 @@ def read_document(path: Path, name: str) -> Any:
 
 
 def document(file: h5py.File, name: str) -> Any:
-    """A JSON value of an open file."""
+    """Reads a JSON document from an open file."""
     return json.loads(cast("h5py.Dataset", file[name])[...].tobytes())
 
 
 def document_if_there(file: h5py.File, name: str) -> Any:
-    """As `document`, or None where the file has none of that name."""
+    """Works like `document`, but returns None if the file has no document of that name."""
     return document(file, name) if name in file else None
 
 
 def check(path: Path) -> None:
-    """Reads all of a file.
+    """Reads all golden and truth tensors of a file to find damage.
 
     Raises:
-        StageError: as `reading` does, if any of it is damaged.
+        StageError: as `reading` does, if any part is damaged.
     """
     with reading(path) as file:
         for group in ("golden", "truth"):
@@ -339,10 +353,10 @@ def check(path: Path) -> None:
 
 
 def read_stage_input(path: Path, name: str) -> Tensor:
-    """The tensor that feeds the next stage.
+    """Reads the tensor that feeds the next stage.
 
     Raises:
-        StageMissing: if the stage before failed; the message is that of the first one that did.
+        StageMissing: if the previous stage failed; the message is that of the first stage that failed.
     """
     try:
         return read(path, name)

@@ -1,6 +1,7 @@
-"""The tensor type that files hold and judges read: numpy data with the dtype that it stands for.
+"""The tensor type that files store and comparisons read: numpy data with the dtype that it represents.
 
-A tap is laid out [batch, seq, features...]. Data is read in blocks of tokens, so memory does not grow with batch or seq.
+A tap has the layout [batch, seq, features...]. Readers go through blocks of tokens, so memory does not grow with batch
+or seq.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-CHUNK_ELEMENTS = 1 << 19  # elements of one tensor held at a time; a single token may be longer
+CHUNK_ELEMENTS = 1 << 19  # elements of one tensor in memory at a time; a single token may have more
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 STORAGE = {
-    "bfloat16": np.dtype(np.uint16),  # numpy has no bfloat16: the bits
+    "bfloat16": np.dtype(np.uint16),  # the bits, because numpy has no bfloat16
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
@@ -29,15 +30,15 @@ STORAGE = {
 
 
 class ShapeMismatch(ValueError):
-    """Tensors that must have the same shape do not."""
+    """Tensors have different shapes where the same shape is required."""
 
 
 class DtypeMismatch(ValueError):
-    """Floats where integers or booleans are expected, or the like; a different width of float is not a mismatch."""
+    """A dtype is not of the expected kind (float, integer, boolean); a different width of float is not a mismatch."""
 
 
 class Array(Protocol):
-    """What is asked of stored data: an h5py dataset or a numpy array."""
+    """The interface of stored data: an h5py dataset or a numpy array."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -50,10 +51,10 @@ class Array(Protocol):
 
 @dataclass(frozen=True)
 class Tensor:
-    """Stored data [batch, seq, features...] and the dtype that it stands for (bfloat16 is stored as uint16 bits).
+    """Stored data [batch, seq, features...] and the dtype that it represents (bfloat16 is stored as uint16 bits).
 
     Raises:
-        DtypeMismatch: if the dtype is unknown or the data is not stored as that dtype must be.
+        DtypeMismatch: if the dtype is unknown or the data is not in the storage dtype that STORAGE requires.
     """
 
     data: Array
@@ -77,30 +78,31 @@ class Tensor:
         return "float" if "float" in self.dtype else "integer"
 
     def read(self, batch: slice, seq: slice) -> np.ndarray:
-        """The stored values of a block of tokens, as [tokens, features]."""
+        """Reads the stored values of a block of tokens, as [tokens, features]."""
         block = self.data[batch, seq]
         return block.reshape(block.shape[0] * block.shape[1], math.prod(block.shape[2:]))
 
     def floats(self, stored: np.ndarray) -> np.ndarray:
-        """Stored values as fp64, of the same shape."""
-        with np.errstate(invalid="ignore"):  # a signalling NaN in the data is data
+        """Converts stored values to fp64, in the same shape."""
+        with np.errstate(invalid="ignore"):  # a signalling NaN in the data is not an error
             return self.as_numpy(stored).astype(np.float64)
 
     def as_numpy(self, stored: np.ndarray) -> np.ndarray:
-        """Stored values in a dtype that numpy computes with, of the same shape."""
+        """Converts stored values to a dtype that numpy can compute with, in the same shape."""
         return (stored.astype(np.uint32) << 16).view(np.float32) if self.dtype == "bfloat16" else stored
 
 
 def bf16_ulp(values: np.ndarray) -> np.ndarray:
-    """The step of bf16 at each fp64 value: 2^(floor(log2|x|) - 7), 2^-133 for bf16 subnormals, 0 for zero."""
+    """Returns the bf16 step at each fp64 value: 2^(floor(log2|x|) - 7), 2^-133 for bf16 subnormals, 0 for zero."""
     _, exponent = np.frexp(values)  # |x| = m 2^exponent with m in [1/2, 1), so floor(log2|x|) is exponent - 1
     return np.where(values == 0, 0.0, np.ldexp(1.0, np.maximum(exponent - 8, -133)))
 
 
 def statistics(tensor: Tensor, valid: np.ndarray | None = None, chunk_elements: int = CHUNK_ELEMENTS) -> dict[str, Any]:
-    """{count, mean, std, min, max, nan, inf} of a tensor [batch, seq, features...] of any dtype, at its valid tokens.
+    """Computes {count, mean, std, min, max, nan, inf} of a tensor [batch, seq, features...] over its valid tokens.
 
-    The first five are over the finite elements only, in fp64; std is that of the population. None if there are none.
+    The tensor may have any dtype. The first five cover finite elements only, in fp64; std is the population's. mean,
+    std, min and max are None if there are no finite elements.
 
     Raises:
         ValueError: if valid is not bool [batch, seq].
@@ -134,12 +136,12 @@ def check_valid(valid: np.ndarray, tensor: Tensor) -> None:
 
 
 def brackets(index: Sequence[int]) -> str:
-    """An index or shape of a tensor, as `[0,17,3]`."""
+    """Formats an index or shape of a tensor as `[0,17,3]`."""
     return f"[{','.join(str(i) for i in index)}]"
 
 
 def blocks(shape: tuple[int, ...], chunk_elements: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of batch and seq that cut a tensor, in its order, into blocks of about chunk_elements elements."""
+    """Yields slices of batch and seq that cut a tensor, in order, into blocks of about `chunk_elements` elements."""
     if math.prod(shape) == 0:
         return
     batch, seq = shape[:2]
@@ -151,19 +153,19 @@ def blocks(shape: tuple[int, ...], chunk_elements: int) -> Iterator[tuple[slice,
 
 
 def token_numbers(batch: slice, seq: slice, length: int) -> np.ndarray:
-    """Numbers of the tokens in a block, counted through [batch, length] in its order: [tokens]."""
+    """Returns the flat numbers of a block's tokens in [batch, length], row by row: [tokens]."""
     return np.add.outer(np.arange(batch.start, batch.stop) * length, np.arange(seq.start, seq.stop)).reshape(-1)
 
 
 def is_finite(values: np.ndarray) -> np.ndarray:
-    """Where fp64 values are within the range of fp32, so that no sum of squares overflows; False at NaN."""
+    """Marks the fp64 values within the range of fp32, so that no sum of squares overflows; False at NaN."""
     return np.abs(values) <= FLOAT32_MAX
 
 
 class _Moments:
     """Mean, centred second moment and range of numbers, merged chunk by chunk.
 
-    Centred within each chunk, since raw sums of squares cancel where the mean is large against the spread.
+    Each chunk is centred, because raw sums of squares cancel where the mean is large compared with the spread.
 
     Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
@@ -174,14 +176,14 @@ class _Moments:
         self.low, self.high = math.inf, -math.inf
 
     def add(self, values: np.ndarray) -> None:
-        """Values are fp64 [elements], all finite."""
+        """Adds values, fp64 [elements], all finite."""
         if not values.size:
             return
         mean = float(values.mean())
         residual = values - mean
         shift = mean - self.mean
         total = self.count + values.size
-        self.centred += float(residual @ residual) + shift * shift * (self.count * (values.size / total))
+        self.centred += float(np.square(residual).sum()) + shift * shift * (self.count * (values.size / total))
         self.mean += shift * (values.size / total)
         self.count = total
         self.low = min(self.low, float(values.min()))

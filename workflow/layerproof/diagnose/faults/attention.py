@@ -1,4 +1,4 @@
-"""Attention: the scale of the scores, who sees whom, how heads are grouped, and how they are put together again."""
+"""Attention: the scale of the scores, the mask, how heads are grouped, and how they are put together again."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ _scale_by(
 
 
 def seen_by(stage: GoldenStage, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Has the mask changed: `change` is given which key each query sees, bool [batch, 1, queries, keys], and how far before
-    the query the key is, [queries, keys].
+    """Changes the mask.
+
+    `change` gets which keys each query sees, bool [batch, 1, queries, keys], and how far before the query each key is,
+    [queries, keys].
     """
 
     def wrap(function: Callable) -> Callable:
@@ -68,7 +70,7 @@ def seen_by(stage: GoldenStage, change: Callable[[torch.Tensor, torch.Tensor], t
                 raise NotApplicable("the attention has no mask to change")
             positions = torch.arange(mask.shape[-1], device=mask.device)
             seen = change(mask == 0, positions[:, None] - positions[None])
-            # A query that sees nothing would have an undefined output: it sees itself.
+            # A query that sees nothing would have an undefined output, so it sees itself.
             seen = seen | (~seen.any(-1, keepdim=True) & (positions[:, None] == positions[None]))
             mask = torch.where(seen, 0.0, torch.finfo(mask.dtype).min).to(mask.dtype)
             return function(module, query, key, value, mask, *args, **kwargs)
@@ -150,7 +152,7 @@ def sliding_window_added(stage: GoldenStage) -> None:
 def _grouped(stage: GoldenStage, back_in_order: bool) -> None:
     attention_part = stage.part("self_attn")
     kv_heads = stage.config.num_key_value_heads
-    # The golden gives key head 0 to the first heads // kv_heads queries; this gives it to every kv_heads-th.
+    # The golden pairs key head 0 with the first heads // kv_heads queries; this pairs it with every kv_heads-th.
     order = torch.arange(stage.config.num_attention_heads, device=stage.ids.device).view(-1, kv_heads).T.reshape(-1)
     if getattr(attention_part, "sinks", None) is not None:
         stage.weight(attention_part, "sinks", lambda sinks: sinks[order])

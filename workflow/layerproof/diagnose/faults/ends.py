@@ -92,5 +92,5 @@ def final_norm_twice(stage: GoldenStage) -> None:
 
     _at_end(stage, "lm_head")
     stage.load(stage.model, "norm")
-    norm = stage_module(stage.model, "norm").forward  # run_stage replaces the module's own
+    norm = stage_module(stage.model, "norm").forward  # run_stage replaces the module's own forward
     stage.input(stage.module, lambda x: norm(x))

@@ -1,4 +1,4 @@
-"""MLPs, dense and of experts: activation, gate and up, the layout and the sharding of stacked weights."""
+"""MLPs, dense and with experts: activation, gate and up, and the layout and sharding of stacked weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAULTS = fault = Faults()
 
 
 def mlp_of(stage: GoldenStage) -> nn.Module:
-    """The module whose activation it is: the experts, or the dense MLP."""
+    """The module that applies the activation: the experts, or the dense MLP."""
     try:
         experts = stage.part("mlp.experts")
     except NotApplicable:
@@ -66,7 +66,7 @@ def _halves(experts: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _glu(experts: Any, gate: torch.Tensor, up: torch.Tensor, clamp: bool = True, alpha: float | None = None) -> Any:
-    """gpt-oss: gate * sigmoid(alpha * gate) * (up + 1) with gate and up clamped."""
+    """The factors of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), with gate and up clamped."""
     if not hasattr(experts, "alpha"):
         raise NotApplicable("the experts have no clamped gate")
     if clamp:
@@ -135,7 +135,7 @@ def gate_up_interleaved(stage: GoldenStage) -> None:
 
 
 def _stacked(stage: GoldenStage, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Has the stacked weights of the experts replaced by `make` of them."""
+    """Replaces the stacked weights of the experts by `make` of them."""
     stage.weight(experts_of(stage), name, make)
 
 
@@ -173,7 +173,7 @@ def _experts_order(name: str, text: str, make: Callable[[torch.Tensor], torch.Te
 
 
 def _of_each_expert(stage: GoldenStage, names: Sequence[str], make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Has those of the stacked weights and biases [experts, ...] that there are replaced by `make` of them."""
+    """Replaces those of the stacked weights and biases [experts, ...] that exist by `make` of them."""
     for name in names:
         if getattr(experts_of(stage), name, None) is not None:
             _stacked(stage, name, make)

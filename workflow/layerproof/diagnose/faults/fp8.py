@@ -1,4 +1,4 @@
-"""Block scales of an FP8 checkpoint that a port leaves out, or reads in another order than they are in."""
+"""Block scales of an FP8 checkpoint that a port leaves out, or reads in the wrong order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAULTS = fault = Faults()
 
 
 def _scales(stage: GoldenStage, tap: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Has the weights that make a tap loaded with other scales [row blocks, column blocks] on disk."""
+    """Reloads the weights that make a tap with changed scales [row blocks, column blocks] on disk."""
     try:
         module, names = (experts_of(stage), ("gate_up_proj", "down_proj")) if tap == MLP else (None, ())
     except NotApplicable:
@@ -32,5 +32,5 @@ def fp8_scales_ignored(stage: GoldenStage, tap: str) -> None:
 
 @fault("fp8_scales_transposed", "the FP8 scales of this weight transposed", *MATRICES)
 def fp8_scales_transposed(stage: GoldenStage, tap: str) -> None:
-    # Scales of a matrix that is not square can only have been read in the other order.
+    # If a matrix is not square, its scales can only have been read in the other order.
     _scales(stage, tap, lambda scales: scales.T.reshape(scales.shape))

@@ -1,4 +1,4 @@
-"""A golden stage that faults can be put into and taken out of again, and what a fault is."""
+"""What a fault is, and a golden stage that faults can be put into and removed from."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PATHS = {tap: path for path, tap in MODULE_TAPS.items()}
-"""Path of the module whose output a tap is, in a layer."""
+"""For each tap, the path in a layer of the module whose output it is."""
 
 
 class NotApplicable(Exception):
-    """The fault cannot be made in this stage: the model has not what it would change."""
+    """The fault cannot be made in this stage: the model lacks the part that it would change."""
 
 
 @dataclass(frozen=True)
 class Fault:
     """A known porting mistake. `text` follows "it behaves as if the port had"; `tap` is where it shows first.
 
-    `slow` faults need another layer's weights and are tried only when no other explains.
+    `slow` faults need another layer's weights, and are tried only if no other fault explains the tap.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Faults:
-    """The faults of one module, in the order they are written."""
+    """The faults of one module, in the order of the source."""
 
     found: list[Fault] = field(default_factory=list)
 
     def __call__(self, name: str, text: str, *taps: str, slow: bool = False) -> Callable:
-        """Registers a function as a fault at a tap; at several taps, it is given the tap as a second argument."""
+        """Registers a function as a fault at a tap; at several taps, it gets the tap as its second argument."""
 
         def register(make: Callable) -> Callable:
             for tap in taps:
@@ -63,18 +63,18 @@ def _at(make: Callable, tap: str) -> Callable[[GoldenStage], None]:
 
 
 def rank_zero_only(weight: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
-    """A weight that is sharded along a dim, with zeros for what the other ranks hold."""
+    """A weight that is sharded along a dim, with zeros in place of the other ranks' shards."""
     first, *others = weight.chunk(ranks, dim)
     return torch.cat((first, *map(torch.zeros_like, others)), dim)
 
 
 @dataclass
 class GoldenStage:
-    """One stage of the golden, in its dtype or in fp32, that runs as it is or with faults.
+    """One stage of the golden, in its dtype or in fp32, that runs unchanged or with faults.
 
-    `x` is the stage's input [batch, seq, hidden], None for `embed`; `ids` int64 and `valid` bool are [batch, seq]. `load`
-    fills the weights of another stage into the model. `read` gives a parameter of this stage as it is loaded when those of
-    its tensors on disk whose names end as given are changed.
+    `x` is the stage's input [batch, seq, hidden], or None for `embed`; `ids` int64 and `valid` bool are [batch, seq].
+    `load` loads the weights of another stage into the model. `read` returns a parameter of this stage as it is loaded
+    if its tensors on disk whose names have the given ending are changed.
     """
 
     model: PreTrainedModel
@@ -88,7 +88,7 @@ class GoldenStage:
     _edits: dict[str, Edit] = field(default_factory=dict)
     _attention: Callable[[Callable], Callable] | None = None
     made: dict[str, list] = field(default_factory=dict)
-    """What faults of one kind leave for each other, so that two of them can be made at once; by tap."""
+    """State that faults of one type leave for each other by tap, so that two of them can be made at once."""
     _originals: dict[tuple[nn.Module, str], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -110,9 +110,9 @@ class GoldenStage:
         x: torch.Tensor | None = None,
         until: str = OUT,
     ) -> dict[str, torch.Tensor]:
-        """Taps of the stage with `faults`, every one of `forced` going on in place of its own; `x` is another input.
+        """Taps of the stage with `faults`, and with all taps in `forced` in place of its own; `x` is another input.
 
-        `until` names the last tap that is wanted.
+        `until` names the last tap that is needed.
 
         Raises:
             NotApplicable: if one of the faults cannot be made here.
@@ -139,10 +139,10 @@ class GoldenStage:
             finally:
                 self._edits, self._attention, self.made, self._originals = {}, None, {}, {}
 
-    # What faults are made of
+    # Building blocks of faults
 
     def part(self, path: str) -> Any:
-        """A module of the stage by its dotted name in a decoder layer, "" for the stage's own."""
+        """A module of the stage by its dotted name in a decoder layer, or the stage's own module for ""."""
         if path and not self.is_layer:
             raise NotApplicable(f"{self.name} is no layer")
         try:
@@ -151,7 +151,7 @@ class GoldenStage:
             raise NotApplicable(f"{self.name} has no {path}") from None
 
     def of_tap(self, tap: str) -> Any:
-        """The module whose output a tap is."""
+        """The module whose output the tap is."""
         if tap == "out" and not self.is_layer:
             return self.module
         if tap not in PATHS:
@@ -159,7 +159,7 @@ class GoldenStage:
         return self.part(PATHS[tap])
 
     def edit(self, tap: str, edit: Edit) -> None:
-        """Has a tap's tensor replaced by `edit(tensor, taps before it)`; a second edit is made of the first one's result."""
+        """Replaces a tap's tensor by `edit(tensor, taps before it)`; a second edit gets the result of the first."""
         before = self._edits.get(tap)
 
         def make(tensor: torch.Tensor, seen: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -171,12 +171,12 @@ class GoldenStage:
         self._edits[tap] = make
 
     def attention(self, wrap: Callable[[Callable], Callable]) -> None:
-        """Has the attention function replaced by `wrap` of it. It is called as transformers does."""
+        """Replaces the attention function by `wrap` of it, which transformers calls in the same way."""
         before = self._attention
         self._attention = wrap if before is None else lambda function: wrap(before(function))
 
     def output(self, module: nn.Module, make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        """Has the module's output replaced by `make(its input, its output)`."""
+        """Replaces the module's output by `make(its input, its output)`."""
 
         def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             return make(args[0], output)
@@ -184,7 +184,7 @@ class GoldenStage:
         self._stack.callback(module.register_forward_hook(hook).remove)
 
     def input(self, module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Has the module's first input replaced by `make(its input)`."""
+        """Replaces the module's first input by `make(its input)`."""
 
         def hook(module: nn.Module, args: Any) -> Any:
             return (make(args[0]), *args[1:])
@@ -199,7 +199,7 @@ class GoldenStage:
         setattr(owner, name, value)
 
     def weight(self, module: nn.Module, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Has a parameter or buffer replaced by `make` of it; its shape must stay."""
+        """Replaces a parameter or buffer by `make` of it; its shape must stay the same."""
         if getattr(module, name, None) is None:
             raise NotApplicable(f"{type(module).__name__} has no {name}")
         old = widened(module, name)
@@ -210,7 +210,7 @@ class GoldenStage:
         self._stack.enter_context(with_weights(module, name, new))
 
     def reload(self, module: nn.Module, name: str, ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Has a parameter replaced by what is loaded when its tensors on disk of this ending are changed."""
+        """Replaces a parameter by the one that loads if its tensors on disk with this ending are changed."""
         path = next(path for path, other in self.model.named_modules() if other is module)
         try:
             new = self.read(f"{path}.{name}", ending, change)
@@ -230,7 +230,7 @@ class GoldenStage:
             raise NotApplicable(f"{self.name} has no neighbour at {offset:+d}")
         name = f"layer_{other:03d}"
         layer_module = stage_module(self.model, name)
-        # Its memory is given back when the fault is taken out again.
+        # Frees its memory when the fault is removed.
         self._stack.callback(layer_module._apply, lambda tensor: torch.empty_like(tensor, device="meta"))
         try:
             self.load(self.model, name)

@@ -1,4 +1,4 @@
-"""Weights of linear layers, and of what else is loaded: wrong layer, wrong layout, wrong shard, not loaded."""
+"""Weights of linear layers and other loaded weights: wrong layer, wrong layout, wrong shard, not loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LINEAR = {"attn.out": "self_attn.o_proj", "mlp.out": "mlp.down_proj"}
 
 
 def part_of(stage: GoldenStage, tap: str) -> Any:
-    """The module with the weight that makes a tap: of a block, its last product."""
+    """The module with the weight that makes a tap; for a block, its last product."""
     if tap == "router.logits":
         return router_of(stage)
     if tap == "out" and stage.name != "lm_head":
@@ -43,7 +43,7 @@ def part_of(stage: GoldenStage, tap: str) -> Any:
 
 
 def matrix(stage: GoldenStage, tap: str, make: Make) -> None:
-    """Has the matrix [out, in] of a linear layer replaced by `make` of it."""
+    """Replaces the matrix [out, in] of a linear layer by `make` of it."""
     stage.weight(part_of(stage, tap), "weight", make)
 
 
@@ -131,7 +131,7 @@ def _of_layer(offset: int, name: str) -> None:
 
 
 def _loaded_at(stage: GoldenStage, tap: str) -> str:
-    """Path of the module whose weights show at a tap first."""
+    """Path of the module whose weights show first at a tap."""
     has_experts = "experts" in dict(stage.part("mlp").named_children())
     if tap == "router.logits":
         return next(name for name, part in stage.module.named_modules() if part is router_of(stage))

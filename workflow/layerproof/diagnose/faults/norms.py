@@ -1,4 +1,4 @@
-"""Norms: RMSNorm before attention and experts, of q and k, and behind the last layer."""
+"""Norms: RMSNorm before attention and experts, of q and k, and after the last layer."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def normalise_by(stage: GoldenStage, tap: str, unit: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
-    """Has the norm's input normalised by `unit(input, epsilon)`; the factors that the module puts on its own stay."""
+    """Normalises the norm's input by `unit(input, epsilon)`; the module's own factors stay."""
     module = norm_of(stage, tap)
     eps = epsilon(module)
     stage.output(module, lambda x, out: (unit(x, eps) * factors(module, x, out)).to(out.dtype))
 
 
 def factors(module: Any, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """What the module multiplies normalised numbers by: its weight w, or 1 + w."""
+    """The factors of normalised numbers in the module: its weight w, or 1 + w."""
     weight = module.weight.float()
     unit = normed(x, epsilon(module))
     errors = [(unit * (weight + offset) - output.float()).norm() for offset in (0.0, 1.0)]
@@ -99,7 +99,7 @@ def norm_skipped(stage: GoldenStage, tap: str) -> None:
 
 
 def _by_parts(x: torch.Tensor, parts: int, heads: int, eps: float) -> torch.Tensor:
-    """Each of so many parts of a whole projection normalised alone."""
+    """Normalises each of this many parts of a whole projection alone."""
     if x.shape[-1] % heads or x.ndim != 3:
         raise NotApplicable("the norm is not over a whole projection")
     return normed(x.unflatten(-1, (parts, -1)), eps).flatten(-2)

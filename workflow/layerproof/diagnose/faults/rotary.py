@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864): its angles, its layout, and what it is applied to."""
+"""Rotary position embedding (arXiv 2104.09864): its angles, its layout, and where it is applied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAULTS = fault = Faults()
 
 @dataclass(frozen=True)
 class Rotation:
-    """How heads [batch, seq, heads, head_dim] are turned: `frequencies` fp32 [rotary_dim / 2] at `positions` [seq]."""
+    """How to rotate heads [batch, seq, heads, head_dim]: `frequencies` fp32 [rotary_dim / 2] at `positions` [seq]."""
 
     frequencies: torch.Tensor
     positions: torch.Tensor
@@ -47,7 +47,7 @@ class Rotation:
 
     @property
     def theta(self) -> float:
-        """The base of the frequencies, if they are not scaled: the second is theta^(-2 / rotary_dim)."""
+        """The base of the frequencies, if they are not scaled: the second frequency is theta^(-2 / rotary_dim)."""
         return float(self.frequencies[1]) ** -len(self.frequencies)
 
 
@@ -56,7 +56,7 @@ def frequencies(theta: float, size: int, over: int | None = None) -> torch.Tenso
 
 
 def rotation_of(stage: GoldenStage) -> Rotation:
-    """The rotation that the layer has."""
+    """The rotation of the layer."""
     attention = stage.part("self_attn")
     module = getattr(stage.model.get_decoder(), "rotary_emb", None)
     kind = getattr(attention, "layer_type", None)
@@ -69,7 +69,10 @@ def rotation_of(stage: GoldenStage) -> Rotation:
 
 
 def before_rotation(tap: str, rotated: torch.Tensor, seen: Seen, normed: bool = True) -> torch.Tensor:
-    """What a rotated q or k is made of, in its shape and dtype; before the norm if there is one and it is not `normed`."""
+    """The tensor from which a rotated q or k is made, in the shape and dtype of the result.
+
+    It is the output of the norm if there is one, or with `normed` False the tensor before the norm.
+    """
     name = tap.removesuffix("_rot")
     source = seen.get(f"{name}_norm", seen[name]) if normed else seen[name]
     if source.numel() != rotated.numel():
@@ -78,7 +81,7 @@ def before_rotation(tap: str, rotated: torch.Tensor, seen: Seen, normed: bool = 
 
 
 def rotate_by(stage: GoldenStage, tap: str, change: Callable[[Rotation], Rotation | None]) -> None:
-    """Has the tap turned by a changed rotation, after what other faults changed of it; None turns nothing."""
+    """Rotates the tap by a changed rotation, on top of the changes of other faults; None rotates nothing."""
     others = stage.made.setdefault(tap, [])
     is_first = not others
     rotation = others[-1] if others else rotation_of(stage)
@@ -213,7 +216,7 @@ def qk_norm_after_rope(stage: GoldenStage, tap: str) -> None:
     def edit(rotated: torch.Tensor, seen: Seen) -> torch.Tensor:
         turned = rotation(before_rotation(tap, rotated, seen, normed=False))
         per_head = norm.weight.shape[-1] == turned.shape[-1]
-        # forward, past the hooks: this is no tap
+        # forward skips the hooks: this is not a tap
         return norm.forward(turned) if per_head else norm.forward(turned.flatten(2)).view(turned.shape)
 
     stage.edit(tap, edit)

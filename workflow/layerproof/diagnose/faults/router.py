@@ -1,4 +1,4 @@
-"""Routers: scores, the choice of experts, and the weights of the chosen."""
+"""Routers: scores, the choice of experts, and the weights of the chosen experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAULTS = fault = Faults()
 
 
 def router_of(stage: GoldenStage) -> Any:
-    """The module that gives every expert its logit."""
+    """The module that computes every expert's logit."""
     stage.part("mlp.experts")
     children = dict(stage.part("mlp").named_children())
     found = next((children[name] for name in ("gate", "router") if name in children), None)
@@ -122,7 +122,7 @@ def expert_groups_ignored(stage: GoldenStage) -> None:
 
 
 def _ungrouped(stage: GoldenStage, seen: Seen) -> torch.Tensor:
-    """Scores with the correction bias of experts in all groups, [batch, seq, experts]."""
+    """Scores plus correction bias, for the experts of all groups, [batch, seq, experts]."""
     bias = next((tensor for name, tensor in stage.part("mlp").state_dict().items() if "correction_bias" in name), 0.0)
     return _scores(seen) + bias
 

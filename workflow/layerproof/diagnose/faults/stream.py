@@ -15,8 +15,9 @@ Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _stream(stage: GoldenStage, tap: str, change: Change) -> None:
-    """Has the input of the norm before the MLP, the stream with the attention's output, replaced by
-    `change(the stream, the stage's input)`.
+    """Replaces the input of the norm before the MLP by `change(the stream, the stage's input)`.
+
+    This stream includes the attention's output.
     """
     if tap == "post_attn_norm" and "pre_feedforward_layernorm" in dict(stage.module.named_children()):
         raise NotApplicable("the norm behind the attention is not on the stream")
@@ -48,7 +49,7 @@ def attention_output_missing(stage: GoldenStage, tap: str) -> None:
 @fault("residual_after_norm", "the residual beside the attention taken behind the norm", *BEFORE_MLP)
 def residual_after_norm(stage: GoldenStage, tap: str) -> None:
     norm = stage.part("input_layernorm")
-    _stream(stage, tap, lambda stream, x: stream - x + norm.forward(x))  # past its hooks: this is no tap
+    _stream(stage, tap, lambda stream, x: stream - x + norm.forward(x))  # forward skips the hooks: this is not a tap
 
 
 def _out(stage: GoldenStage, change: Callable) -> None:

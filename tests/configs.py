@@ -1,0 +1,17 @@
+"""Settings for tests, as jobs get them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from layerproof.config import Config, validate
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def config_with(**sections: Any) -> Config:
+    """The defaults of config.yaml with other values by section: `config_with(port={"backend": "nxdi"}, parallel={"tp":
+    2})`.
+    """
+    return validate({"inputs": {"prompts": "prompts.txt"}, **sections})

@@ -1,0 +1,19 @@
+"""Where Layerproof's own files are: in a clone of the repository, or in the installed package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LIBRARY = Path(__file__).resolve().parent
+"""The package `layerproof`."""
+WORKFLOW = LIBRARY.parents[1] if (LIBRARY.parents[1] / "Snakefile").exists() else LIBRARY / "_workflow"
+"""The folder with the Snakefile, `workflow/rules`, `workflow/ports`, `workflow/resources` and `profiles`."""
+SNAKEFILE = WORKFLOW / "Snakefile"
+TINY_CHECKPOINT = "workflow/resources/tiny_minimax_m2"
+"""The checkpoint that comes with Layerproof, as config.yaml names it."""
+
+
+def shipped(name: str) -> Path:
+    """A file that config.yaml names: as it is if it exists or is absolute, or else the one that comes with Layerproof."""
+    path = Path(name)
+    return path if path.is_absolute() or path.exists() or not (WORKFLOW / path).exists() else WORKFLOW / path

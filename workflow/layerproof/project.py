@@ -1,0 +1,139 @@
+"""Layerproof in a folder of one's own: `layerproof init`, `run`, `why` and `snakefile`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from layerproof import config
+from layerproof.environment import package_versions
+from layerproof.errors import UserError
+from layerproof.model.resolve import resolve
+from layerproof.paths import SNAKEFILE, WORKFLOW
+from layerproof.rerun.command import Verbs, add_person_verb
+from layerproof.rerun.job import RECORDS
+from layerproof.rerun.records import Record, why_stale
+
+REPORT = "results/report.html"
+STARTER = WORKFLOW / "workflow/resources/init"
+"""What `layerproof init` copies: config.yaml, port.py and prompts.txt."""
+
+
+def add_verbs(verbs: Verbs) -> None:
+    """Adds `init`, `run`, `why` and `snakefile` to the command line."""
+    verb = add_person_verb(
+        verbs,
+        "init",
+        init,
+        "Writes a folder to start from: a commented config.yaml, a port to fill in, and prompts.",
+        example="layerproof init my-port && cd my-port && layerproof run",
+        exits="0 if the folder was written; 2 if it has files of these names already",
+    )
+    verb.add_argument("directory", type=Path)
+    verb = add_person_verb(
+        verbs,
+        "run",
+        run,
+        "Runs the workflow in this folder, up to results/report.html or to the files that are named. Options behind -- are "
+        "snakemake's: layerproof run -- --dry-run.",
+        example="layerproof run results/compare/layer_003.json --cores 4",
+        exits="those of snakemake: 0 if every file was made, also if the port fails parity; 1 if a job failed",
+    )
+    verb.add_argument("targets", nargs="*", help="files to make, in place of results/report.html")
+    verb.add_argument("--cores", default="all", help="how many jobs may run at once (all: one for each core)")
+    verb = add_person_verb(
+        verbs,
+        "why",
+        why,
+        "Says why the job that made a file would run again: settings, code, inputs, or a damaged output.",
+        example="layerproof why results/port/layer_003.h5",
+        exits="0 if the file is up to date; 1 if its job would run; 2 if no job made it",
+    )
+    verb.add_argument("file", type=Path, help="a file under results/")
+    add_person_verb(
+        verbs,
+        "snakefile",
+        snakefile,
+        "Prints the path of the Snakefile, for snakemake -s and for module: in a workflow of one's own.",
+        example='snakemake -s "$(layerproof snakefile)" --directory . --cores 1',
+        exits="0",
+    )
+
+
+def init(args: argparse.Namespace) -> None:
+    files = sorted(path for path in STARTER.iterdir() if path.is_file())
+    there = [args.directory / path.name for path in files if (args.directory / path.name).exists()]
+    if there:
+        raise UserError(f"{there[0]}: exists already. Name another folder, or remove the file.")
+    args.directory.mkdir(parents=True, exist_ok=True)
+    for path in files:
+        shutil.copy(path, args.directory / path.name)
+    print(
+        f"{args.directory}: has {', '.join(path.name for path in files)}. Next: cd {args.directory} && layerproof run"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    rest = args.behind_dashes
+    if not Path("config.yaml").exists() and not any(one.startswith("--configfile") for one in rest):
+        raise UserError("config.yaml: does not exist in this folder. Write one with: layerproof init FOLDER")
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(SNAKEFILE),
+        "--directory",
+        ".",
+        "--cores",
+        args.cores,
+    ]
+    return subprocess.run([*command, *rest, "--", *(args.targets or [REPORT])]).returncode
+
+
+def why(args: argparse.Namespace) -> int:
+    record = _record_of(Path(os.path.relpath(args.file)))
+    settings = config.as_json(resolve(config.read(Path("config.yaml"))).settings)
+    installed = package_versions()
+    now = replace(
+        record.job,
+        settings=_values_now(record.job.settings, settings),
+        versions={name: installed.get(name, version) for name, version in record.job.versions.items()},
+    )
+    reason = why_stale(record, now, map(Path, record.inputs), map(Path, record.outputs))
+    print(f"{record.job.name}: {'up to date' if reason is None else f'would run because {reason}'}")
+    return int(reason is not None)
+
+
+def _record_of(file: Path) -> Record:
+    """The record of the job that made a file.
+
+    Raises:
+        UserError: if there is none.
+    """
+    for path in sorted(RECORDS.rglob("*.json")):
+        record = Record.read(path)
+        if record is not None and str(file) in record.outputs:
+            return record
+    raise UserError(f"{file}: no job has made it. Run layerproof run {file}.")
+
+
+def _values_now(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a job had, with the values that config.yaml gives them now."""
+    return {
+        key: _values_now(value, settings[key])
+        if isinstance(value, Mapping) and set(value) <= set(settings.get(key) or {})
+        else settings.get(key)
+        for key, value in recorded.items()
+    }
+
+
+def snakefile(args: argparse.Namespace) -> None:
+    print(SNAKEFILE)
