@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def install() -> Path:
     environment = CACHE / f"swift-{sha256(PINNED)[:16]}"
     if not (environment / "done").exists():
         shutil.rmtree(environment, ignore_errors=True)
-        subprocess.run(["uv", "venv", "--quiet", environment], check=True)
+        subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, environment], check=True)
         subprocess.run(
             ["uv", "pip", "install", "--quiet", "--python", environment, "--require-hashes", "-r", PINNED], check=True
         )
