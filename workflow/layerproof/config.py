@@ -382,7 +382,7 @@ def _explain(error: Mapping[str, Any], raw: Mapping[str, Any]) -> str:
         )
     if error["type"] in ("missing", "missing_argument"):
         return f"{name}: is missing. {_description(node)}"
-    kinds = [one["type"] for one in _alternatives(node) if "type" in one]
+    types = [one["type"] for one in _alternatives(node) if "type" in one]
     choices = [choice for one in _alternatives(node) for choice in one.get("enum", ())]
     context = error.get("ctx", {})
     wanted = {
@@ -394,23 +394,21 @@ def _explain(error: Mapping[str, Any], raw: Mapping[str, Any]) -> str:
         "too_short": "must not be empty",
     }.get(error["type"])
     if wanted is None and choices:
-        nothing = ["null"] if "null" in kinds else []
+        nothing = ["null"] if "null" in types else []
         wanted = f"must be one of {', '.join([*map(str, choices), *nothing])}"
     return (
-        f"{name}: {value!r} {wanted or f'must be {_either(kinds)}'}. {_number_meant(value, kinds)}{_description(node)}"
+        f"{name}: {value!r} {wanted or f'must be {_either(types)}'}. {_number_meant(value, types)}{_description(node)}"
     )
 
 
-def _either(kinds: Iterable[str]) -> str:
+def _either(types: Iterable[str]) -> str:
     names = {"object": "a section of keys", "array": "a list", "string": "a text", "boolean": "true or false"}
-    return " or ".join(
-        names.get(kind, f"{'an' if kind == 'integer' else 'a'} {kind}") for kind in kinds if kind != "null"
-    )
+    return " or ".join(names.get(one, f"{'an' if one == 'integer' else 'a'} {one}") for one in types if one != "null")
 
 
-def _number_meant(value: Any, kinds: Sequence[str]) -> str:
+def _number_meant(value: Any, types: Sequence[str]) -> str:
     """What to write where YAML reads a text and its writer meant a number, such as 1e1."""
-    if "number" not in kinds or not isinstance(value, str):
+    if "number" not in types or not isinstance(value, str):
         return ""
     try:
         return f"Write {float(value)!r}. "
@@ -514,11 +512,11 @@ def loaded(values: Mapping[str, Any]) -> Config:
     return _loaded(Config, values)
 
 
-def _loaded[T: Section](kind: type[T], values: Mapping[str, Any]) -> T:
-    made, inner = object.__new__(kind), SECTIONS.get(kind, {})
+def _loaded[T: Section](model: type[T], values: Mapping[str, Any]) -> T:
+    section, inner = object.__new__(model), SECTIONS.get(model, {})
     for name, value in values.items():
-        object.__setattr__(made, name, _loaded(inner[name], value) if name in inner else value)
-    return made
+        object.__setattr__(section, name, _loaded(inner[name], value) if name in inner else value)
+    return section
 
 
 def changed[T: Section](section: T, **values: Any) -> T:

@@ -78,8 +78,8 @@ def as_stage_error(exception: BaseException) -> StageError:
         meaning = known_errors.explained(str(exception))
         if isinstance(exception, StageError) and meaning is None:
             return exception
-        kind = type(exception) if isinstance(exception, StageError) else StageError
-        error = kind(f"{exception} {meaning}" if meaning else str(exception))
+        error_type = type(exception) if isinstance(exception, StageError) else StageError
+        error = error_type(f"{exception} {meaning}" if meaning else str(exception))
         error.__cause__ = exception.__cause__
         return error
     try:

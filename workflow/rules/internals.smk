@@ -70,14 +70,14 @@ def rerun_requested(job_name, name):
 # Blocks: several stages in one job (stages_per_job). Such a job has the command of the rule for one stage, with the files of all
 # its stages. Each stage keeps its own files, log, record and job file, so it runs only if it must.
 
-KINDS = checkpoint.kinds_of_stages(Path(CONFIG.model.checkpoint), ALL_STAGES)
+SIGNATURES = checkpoint.stage_signatures(Path(CONFIG.model.checkpoint), ALL_STAGES)
 BLOCKS = {
     # rule: side, its stages, what only stages of one block may share, minutes that its jobs take whatever the size
     "golden_stage": ("golden", [] if IMPORTS_GOLDEN or CONFIG.golden.mode == "whole" else GOLDEN, None, 2),
-    "port_stage": ("port", STAGES, KINDS, port_starts(10)),
+    "port_stage": ("port", STAGES, SIGNATURES, port_starts(10)),
     "compare_stage": ("cpu", STAGES, None, None),
-    "teacher_force_stage": ("port", STAGES, KINDS, port_starts(10)),
-    "diagnose_stage": ("golden", STAGES, KINDS, 30),
+    "teacher_force_stage": ("port", STAGES, SIGNATURES, port_starts(10)),
+    "diagnose_stage": ("golden", STAGES, SIGNATURES, 30),
     "prune_stage": ("cpu", STAGES, None, None),
     "plot_stage": ("cpu", STAGES, None, None),
 }
@@ -105,12 +105,12 @@ def is_used(rule_name, block):
 @functools.cache
 def blocks_of(rule_name):
     """The blocks of a rule, each a list of stages in the order of the model: of one kind where the rule asks for it."""
-    _, members, kinds, _ = BLOCKS[rule_name]
-    by_kind = {}
+    _, members, signatures, _ = BLOCKS[rule_name]
+    by_signature = {}
     for stage in members:
-        by_kind.setdefault(kinds[stage] if kinds else None, []).append(stage)
+        by_signature.setdefault(signatures[stage] if signatures else None, []).append(stage)
     size = CONFIG.stages_per_job
-    return [list(block) for same in by_kind.values() for block in itertools.batched(same, size)]
+    return [list(block) for same in by_signature.values() for block in itertools.batched(same, size)]
 
 
 @functools.cache
@@ -127,9 +127,9 @@ def of_one_stage(rule_name):
     return getattr(rules, rule_name).rule
 
 
-def block_files(rule_name, kind, block):
+def block_files(rule_name, section, block):
     """Outputs or logs of a rule for all stages of a block, by their names in the rule."""
-    of_rule = getattr(of_one_stage(rule_name), kind)
+    of_rule = getattr(of_one_stage(rule_name), section)
     return {
         name: [str(item.apply_wildcards({"stage": stage})) for stage in block for item in flat(files)]
         for name, files in of_rule._allitems()

@@ -77,9 +77,9 @@ def audit(
 def audit_stage(description: Description, golden_file: Path, port_file: Path, port_dtype: str) -> dict[str, Any]:
     """Returns bytes by dtype on `disk`, in the `golden` and in the `port`, bytes of both `files`, and `findings`.
 
-    Files count with all their taps, even if they are pruned. A finding is a `text` with its `kind` and whether it is
-    only a `note`. `description` is results/weights/STAGE.json, `port_dtype` as in the config. `golden` and `port` are
-    None if that side did not run.
+    Files count with all their taps, even if they are pruned. A finding is a `text` with its type as `kind`, and whether
+    it is only a `note`. `description` is results/weights/STAGE.json, `port_dtype` as in the config. `golden` and `port`
+    are None if that side did not run.
     """
     on_disk = _by_dtype((entry["dtype"], bytes_on_disk(entry)) for entry in description.get("tensors", {}).values())
     files = sum(pruning.original_bytes(path) for path in (golden_file, port_file))
@@ -107,12 +107,14 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
         findings += _compiled(tracing)
     return result | {
         "port": _by_dtype((parameter.dtype, ranks * parameter.bytes) for parameter in parameters),
-        "findings": [{"kind": kind, "note": kind in NOTES, "text": text} for kind, text in findings],
+        "findings": [
+            {"kind": finding_type, "note": finding_type in NOTES, "text": text} for finding_type, text in findings
+        ],
     }
 
 
 NOTES = ("transposed", "read twice", "origin", "widened")
-"""Kinds of findings that are harmless in many ports."""
+"""Types of findings that are harmless in many ports."""
 
 Finding = tuple[str, str]
 

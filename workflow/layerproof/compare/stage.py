@@ -127,7 +127,7 @@ def _local_error(
     """
     if routing is None or not routing.left_out.any():
         return out.get("rel_l2")
-    if OUT not in found or (found[OUT].shape, found[OUT].kind) != (wanted[OUT].shape, wanted[OUT].kind):
+    if OUT not in found or (found[OUT].shape, found[OUT].dtype_class) != (wanted[OUT].shape, wanted[OUT].dtype_class):
         return None
     return compare(found[OUT], wanted[OUT], truth[OUT], valid)["rel_l2"]
 

@@ -316,14 +316,14 @@ def _try(bench: _Bench, faults: tuple[Fault, ...], tap: str) -> _Attempt | None:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     mine, its = one.data[...], other.data[...]
-    return one.shape == other.shape and np.array_equal(mine, its, equal_nan=one.kind == "float")
+    return one.shape == other.shape and np.array_equal(mine, its, equal_nan=one.dtype_class == "float")
 
 
 def _judge(
     bench: _Bench, faults: tuple[Fault, ...], port: Tensor, rounded: Tensor, exact: Tensor, known: Noise | None
 ) -> _Attempt:
     """Judges the port's tensor against the faulty golden's, with this golden's noise and the bands of the right one."""
-    if rounded.kind == "float" and rounded.shape == exact.shape:
+    if rounded.dtype_class == "float" and rounded.shape == exact.shape:
         compared = known.compared if known else bench.valid
         noise = measure([rounded], exact, compared)
         noise = replace(noise, band=known.band) if known else noise
@@ -344,7 +344,7 @@ def _mostly_finite(port: Tensor, valid: np.ndarray) -> np.ndarray:
 
     A mistake that divides by zero at some tokens is recognised by its effect at the others.
     """
-    if port.kind != "float" or port.shape[:2] != valid.shape:
+    if port.dtype_class != "float" or port.shape[:2] != valid.shape:
         return np.ones_like(valid)
     finite = np.all(is_finite(port.floats(port.data[...])).reshape(*valid.shape, -1), axis=-1)
     return finite if 2 * int((finite & valid).sum()) > int(valid.sum()) else np.ones_like(valid)

@@ -72,7 +72,7 @@ def findings(
     """
     if port.shape != truth.shape:
         return [f"It has shape {list(port.shape)} where the golden has {list(truth.shape)}."]
-    if port.kind != "float" or not compared.any():
+    if port.dtype_class != "float" or not compared.any():
         return []
     tokens = int(compared.sum())
     mine, exact = (tensor.floats(tensor.data[...])[compared].reshape(tokens, -1) for tensor in (port, truth))
@@ -221,11 +221,11 @@ def _experts(errors: _Errors, chosen: np.ndarray) -> list[str]:
     return []
 
 
-def _of(kind: str, numbers: Sequence[int] | np.ndarray) -> str:
+def _of(noun: str, numbers: Sequence[int] | np.ndarray) -> str:
     """`head 3`, `heads 1 and 3`, or `9 heads (0 to 30)`."""
     names = [str(int(number)) for number in numbers]
     if len(names) == 1:
-        return f"{kind} {names[0]}"
+        return f"{noun} {names[0]}"
     if len(names) <= FEW:
-        return f"{kind}s {', '.join(names[:-1])} and {names[-1]}"
-    return f"{len(names)} {kind}s ({names[0]} to {names[-1]})"
+        return f"{noun}s {', '.join(names[:-1])} and {names[-1]}"
+    return f"{len(names)} {noun}s ({names[0]} to {names[-1]})"

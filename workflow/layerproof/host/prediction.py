@@ -93,12 +93,12 @@ def predict(
         held = golden_stage.held(description, dtype)
         golden_stage.keep_experts(exact, stage, held, dtype)
         own = loading.parameters_of(trusted, stage)
-        kind = (layer_of(stage) is not None or stage, *(tuple(tensor.shape) for tensor in own.values()))
-        if kind not in known:
+        signature = (layer_of(stage) is not None or stage, *(tuple(tensor.shape) for tensor in own.values()))
+        if signature not in known:
             with Stepwise(dtype):  # the variant that needs the most memory
                 variant = activations(trusted, stage, tokens.ids.shape)
-            known[kind] = [variant, *(activations(one, stage, tokens.ids.shape) for one in (exact, ported))]
-        run, truth, port = known[kind]
+            known[signature] = [variant, *(activations(one, stage, tokens.ids.shape) for one in (exact, ported))]
+        run, truth, port = known[signature]
         weights = _bytes(own.values())
         twin = _bytes(
             tensor
@@ -164,7 +164,7 @@ def activations(model: PreTrainedModel, stage: str, shape: tuple[int, ...]) -> A
     with MemTracker() as tracker:
         taps = run_stage(model, stage, x, ids, valid)
     found = tracker.get_tracker_snapshot("peak")[torch.device("meta")]
-    peak = sum(size for kind, size in found.items() if getattr(kind, "name", None) in ("ACT", "TEMP"))
+    peak = sum(size for use, size in found.items() if getattr(use, "name", None) in ("ACT", "TEMP"))
     return Activations(_bytes(taps.values()), _bytes([taps[OUT]]), peak)
 
 

@@ -77,7 +77,7 @@ def unit_ratio(units: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 GROUPS = ("token", "block", "head", "expert")
-"""Kinds of groups for which we report the worst R."""
+"""Types of groups for which we report the worst R."""
 
 
 def block_size(features: int) -> int:
@@ -91,12 +91,12 @@ def groups_of(
     """Adds up sums by channel [rows, features] and counts [features] by block, and by head if the tap has heads."""
     features = len(counts)
     sizes = {"block": block_size(features), **({"head": shape[3]} if len(shape) == 4 else {})}
-    starts = {kind: np.arange(0, features, max(1, size)) for kind, size in sizes.items()}
+    starts = {group: np.arange(0, features, max(1, size)) for group, size in sizes.items()}
     return {
-        kind: (np.add.reduceat(channels, start, axis=1), np.add.reduceat(counts, start))
+        group: (np.add.reduceat(channels, start, axis=1), np.add.reduceat(counts, start))
         if features
         else (channels, counts)
-        for kind, start in starts.items()
+        for group, start in starts.items()
     }
 
 

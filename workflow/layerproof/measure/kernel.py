@@ -95,11 +95,11 @@ class Sums(NamedTuple):
 
     def spread(self, name: str) -> tuple[int, float, float, np.ndarray, np.ndarray]:
         """Returns the number of zeros, sum, maximum, used bins (0 first) and their counts for one of SPREADS."""
-        kind = SPREADS.index(name)
-        zeros, total, lowest, largest = self.spreads[kind].tolist()
+        spread = SPREADS.index(name)
+        zeros, total, lowest, largest = self.spreads[spread].tolist()
         bounds = np.minimum([lowest, largest], FLOAT32_MAX).astype(np.float32).view(np.int32)
         start, end = np.maximum(bounds >> PATTERN_SHIFT, [1, 0])
-        bins = self.bins[kind].reshape(-1, LANES)
+        bins = self.bins[spread].reshape(-1, LANES)
         counts = bins[start : end + 1].sum(axis=1)
         used = np.flatnonzero(counts)
         return int(zeros), total, largest, np.append(0, used + start), np.append(bins[0].sum(), counts[used])
@@ -168,8 +168,8 @@ def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_pattern
         _set_errors(constants, p, g, x, errors[ABS], errors[REL], errors[PORT], errors[GOLDEN])
         if has_patterns:
             _set_steps(patterns[0][row], patterns[1][row], keep, errors[ULP])
-        for kind in range(len(SPREADS) if has_patterns else ULP):
-            _add_spread(sums.spreads[kind], sums.bins[kind], constants, errors[kind], features - found, single)
+        for spread in range(len(SPREADS) if has_patterns else ULP):
+            _add_spread(sums.spreads[spread], sums.bins[spread], constants, errors[spread], features - found, single)
         if sums.spreads[PORT, 3] > sums.worst[0]:
             _set_worst(sums, number, p, g, x, keep, errors[PORT])
         _add_totals(sums, constants, g, x, errors[ABS], features - found)
@@ -292,7 +292,7 @@ def _add_spread(spread, bins, constants, values, left_out, single):
 
 @numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
 def _look_through(values, spread):
-    """Adds non-negative numbers to `Sums.spreads` of one kind.
+    """Adds non-negative numbers to one of `Sums.spreads`.
 
     Non-negative floats sort like their bits, and the compiler can vectorise comparisons of integers.
     """

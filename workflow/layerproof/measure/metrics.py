@@ -91,7 +91,7 @@ def compare(
         worst_block: {index, R, channels: [from, to)}
         head_R, worst_head: [heads] and {index, R} for a tap [batch, seq, heads, dim], otherwise None
         expert_R, worst_expert: [experts] and {index, R} over the tokens of each expert; None without experts
-        band: the noise's bands by kind of group (noise.py); weighted_R: rms of the port's errors, each in units of the
+        band: the noise's bands by type of group (noise.py); weighted_R: rms of the port's errors, each in units of the
             noise at its token and channel. Both are None without noise
         nonfinite: {port, golden, truth: {nan, inf, first}, port_differs, reference_differs: {count, first, port,
             golden, truth}}. port_differs: the port is not finite and the truth is not the same NaN, Inf or -Inf.
@@ -145,7 +145,7 @@ def judge(
     as in `rule.excess`).
 
     A tap fails regardless of R if
-    - its shape or kind of dtype differs (the metrics are then those of an empty comparison),
+    - its shape or class of dtype differs (the metrics are then those of an empty comparison),
     - the port is NaN or Inf where the truth is not the same,
     - the golden or the truth is NaN or Inf where the port is finite, or
     - there is nothing to compare.
@@ -173,7 +173,7 @@ def _check(port: Tensor, golden: Tensor, truth: Tensor, valid: np.ndarray) -> No
         if tensor.shape != golden.shape:
             shapes = brackets(tensor.shape), brackets(golden.shape)
             raise ShapeMismatch(f"the {name} has shape {shapes[0]} where the golden has {shapes[1]}")
-        if tensor.kind != golden.kind:
+        if tensor.dtype_class != golden.dtype_class:
             raise DtypeMismatch(f"the {name} is {tensor.dtype} where the golden is {golden.dtype}")
     check_valid(valid, golden)
 
@@ -457,17 +457,17 @@ class _FloatComparison:
         groups = groups_of(channels, counts, self.shape)
         if self.experts is not None:
             groups["expert"] = by_expert(tokens, token_counts, self.experts)
-        ratios = {kind: ratio_of(*group) for kind, group in groups.items()}
+        ratios = {group: ratio_of(*sums) for group, sums in groups.items()}
         ratios["token"] = ratio_of(tokens, token_counts).reshape(self.valid.shape)
         weighted = self.noise is not None and counts.any()
         result: dict[str, Any] = {
             "band": None if self.noise is None else dict(self.noise.band),
             "weighted_R": math.sqrt(tokens.sum() / counts.sum()) if weighted else None,
         }
-        for kind in GROUPS:
-            ratio = ratios.get(kind)
-            result[f"{kind}_R"] = None if ratio is None else _listed(ratio)
-            result[f"worst_{kind}"] = None if ratio is None else _worst(ratio)
+        for group in GROUPS:
+            ratio = ratios.get(group)
+            result[f"{group}_R"] = None if ratio is None else _listed(ratio)
+            result[f"worst_{group}"] = None if ratio is None else _worst(ratio)
         if result["worst_block"]:
             size = block_size(self.features)
             start = result["worst_block"]["index"] * size
@@ -523,6 +523,6 @@ def _comparison(
     experts: np.ndarray | None,
 ) -> _FloatComparison | _ExactComparison:
     left_out = np.zeros_like(valid) if left_out is None else left_out
-    if golden.kind == "float":
+    if golden.dtype_class == "float":
         return _FloatComparison(port, golden, truth, valid, left_out, noise, experts)
     return _ExactComparison(port, golden, truth, valid, left_out)

@@ -6,8 +6,8 @@ does not hide the other channels of a token, and a massive token does not hide t
 depends on the size of the number alone, because a few draws of a few numbers may all be small by chance.
 
 R of a group (a token, a head, a block of channels, the tokens of an expert) is the rms of its errors in units of this
-noise. The band of a kind of group is the largest R that any draw reaches against the noise of the others, over all
-groups of that kind. So the band allows for the number of groups, whatever the distribution of the errors.
+noise. The band of a type of group is the largest R that any draw reaches against the noise of the others, over all
+groups of that type. So the band allows for the number of groups, whatever the distribution of the errors.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def noise_of_taps(
             experts if name in AFTER_ROUTER else None,
         )
         for name in golden
-        if golden[name].kind == "float"
+        if golden[name].dtype_class == "float"
     }
 
 
@@ -144,7 +144,7 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
         for block in tap.blocks():
             noise_kernel.in_units(fit, by_token, by_channel, rounding, is_exact, block)
     fit.token[:, fit.token_counts == 0] = np.nan
-    kinds = {
+    groups = {
         "weighted": (by_token.sum(axis=1, keepdims=True), fit.token_counts.sum(keepdims=True)),
         "token": (by_token, fit.token_counts),
         **groups_of(by_channel, fit.channel_counts, truth.shape),
@@ -152,11 +152,11 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
     }
     # A single draw, as for a lookup, has no other draws to compare with: its band is 1.
     band = {
-        kind: max(_worst(unit_ratio(row[None], count)) for row in sums) if len(draws) > 1 else 1.0
-        for kind, (sums, count) in kinds.items()
+        group: max(_worst(unit_ratio(row[None], count)) for row in sums) if len(draws) > 1 else 1.0
+        for group, (sums, count) in groups.items()
     }
     token, channel = fit.token.mean(axis=0).reshape(compared.shape), fit.channel.mean(axis=0)
-    return Noise(compared, token, channel, rounding, {kind: max(1.0, R) for kind, R in band.items()})
+    return Noise(compared, token, channel, rounding, {group: max(1.0, R) for group, R in band.items()})
 
 
 def _worst(ratios: np.ndarray) -> float:

@@ -115,7 +115,7 @@ def compare_choices(
     golden_flips = flips(golden, truth) & valid
     nothing = np.zeros_like(golden_flips)
     variant_flips = nothing if variant_flips is None else variant_flips
-    unknown = port is None or port.shape != golden.shape or port.kind != "integer"
+    unknown = port is None or port.shape != golden.shape or port.dtype_class != "integer"
     if port is None or unknown or golden_selection is None or truth_selection is None:
         return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, nothing, 0.0, 0.0)
     selection = _values(truth_selection)
@@ -151,7 +151,7 @@ def ruled_out_as(port: Tensor, golden: Tensor, truth: Tensor) -> Tensor:
     DeepSeek-V3's expert groups do so, for example. A port may use any low number there, such as 0 in the release; the
     choice shows whether it was low enough.
     """
-    if port.shape != golden.shape or {port.kind, golden.kind} != {"float"}:
+    if port.shape != golden.shape or {port.dtype_class, golden.dtype_class} != {"float"}:
         return port
     mine = _values(port)
     ruled_out = np.isneginf(_values(golden)) & np.isneginf(_values(truth)) & np.isfinite(mine)

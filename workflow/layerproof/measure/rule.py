@@ -53,13 +53,13 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
 
 
 def group_limits(result: Mapping[str, Any], limit: float) -> list[tuple[str, float, float]]:
-    """Lists kind, R of the worst group of this kind, and the largest R that passes, for floats with bands."""
-    found = [(kind, result.get(f"worst_{kind}"), reached) for kind, reached in (result["band"] or {}).items()]
-    return [(kind, worst["R"], limit * GROUP_LIMIT * reached) for kind, worst, reached in found if worst]
+    """Lists each type of group, R of its worst group, and the largest R that passes, for floats with bands."""
+    found = [(group, result.get(f"worst_{group}"), reached) for group, reached in (result["band"] or {}).items()]
+    return [(group, worst["R"], limit * GROUP_LIMIT * reached) for group, worst, reached in found if worst]
 
 
 def excess(result: Mapping[str, Any], limit: float) -> float | None:
-    """Returns the largest ratio of R to the R that passes, over the whole tap and its worst group of each kind.
+    """Returns the largest ratio of R to the R that passes, over the whole tap and its worst group of each type.
 
     Groups are tokens, channel blocks, heads and experts. Above 1 the tap fails. None if the tap has no R.
     """
@@ -71,10 +71,10 @@ def excess(result: Mapping[str, Any], limit: float) -> float | None:
     return max(quotients, default=None)
 
 
-def place(result: Mapping[str, Any], kind: str) -> str:
-    """Names the worst group of a kind: `token [0,3]`, `head 2`."""
-    index = result[f"worst_{kind}"]["index"]
-    return f"{kind} {brackets(index) if isinstance(index, list) else index}"
+def place(result: Mapping[str, Any], group: str) -> str:
+    """Names the worst group of a type: `token [0,3]`, `head 2`."""
+    index = result[f"worst_{group}"]["index"]
+    return f"{group} {brackets(index) if isinstance(index, list) else index}"
 
 
 def overall_limit(result: Mapping[str, Any], limit: float) -> tuple[float | None, float]:
@@ -99,9 +99,9 @@ def failing_limit(result: Mapping[str, Any], limit: float) -> tuple[float | None
         return None, limit, None
     R, allowed = overall_limit(result, limit)
     if R is None or allowed >= R:
-        for kind, group_R, group_allowed in group_limits(result, limit):
+        for group, group_R, group_allowed in group_limits(result, limit):
             if not group_allowed >= group_R:  # also true for NaN
-                return group_R, group_allowed, place(result, kind)
+                return group_R, group_allowed, place(result, group)
     return R, allowed, None
 
 

@@ -37,10 +37,10 @@ def itemsize(dtype: str) -> int:
 
 def torch_name(dtype: str) -> str:
     """Translates a safetensors dtype to torch's name: BF16 is bfloat16, F8_E4M3 is float8_e4m3fn, I64 is int64."""
-    kinds = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
-    kind = dtype.rstrip("0123456789")
+    names = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
+    letters = dtype.rstrip("0123456789")
     eights = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-    return eights.get(dtype) or (kinds[kind] + dtype[len(kind) :] if kind in kinds else dtype.lower())
+    return eights.get(dtype) or (names[letters] + dtype[len(letters) :] if letters in names else dtype.lower())
 
 
 def bytes_on_disk(entry: Mapping[str, Any]) -> int:
@@ -255,7 +255,7 @@ class StageWeights(Mapping[str, "torch.Tensor"]):
         return len(self.tensors)
 
 
-def kinds_of_stages(directory: Path, names: Sequence[str]) -> dict[str, str]:
+def stage_signatures(directory: Path, names: Sequence[str]) -> dict[str, str]:
     """Returns a digest by stage that is equal for stages of the same kind.
 
     Layers are of the same kind if their tensors have the same names, apart from numbers, and the same dtypes and

@@ -253,8 +253,8 @@ def _load_config(config: Any, stage: Stage) -> None:
     for key, value in stage.config.items():
         if not hasattr(config, key):
             setattr(config, key, value)
-    by_kind = stage.config.get("rope_parameters") or {}
-    rope, local = (by_kind.get(f"{kind}_attention", by_kind) for kind in ("full", "sliding"))
+    by_layer_type = stage.config.get("rope_parameters") or {}
+    rope, local = (by_layer_type.get(f"{layer_type}_attention", by_layer_type) for layer_type in ("full", "sliding"))
     if "rope_theta" in local and "rope_local_base_freq" not in stage.config and local is not rope:
         config.rope_local_base_freq = local["rope_theta"]
     if "rope_theta" in rope and "rope_theta" not in stage.config:  # transformers 4 would use its default

@@ -46,7 +46,7 @@ MLPS = ("mlp", "feed_forward", "block_sparse_moe")
 
 
 def check_places(layers: Iterable[nn.Module], places: Mapping[str, str | None]) -> None:
-    """Checks that some layer has each submodule that the config names for a tap; layers of other kinds may lack it.
+    """Checks that some layer has each submodule that the config names for a tap; layers of other types may lack it.
 
     Raises:
         StageError: if no layer has one; names the submodules that are most like it.

@@ -49,17 +49,18 @@ class StageRun:
 class _Ready:
     """A stage that is ready to run. `call` runs it on inputs, with or without taps, with the tensors of `module`.
 
-    `others` makes inputs of the same shapes for tracing. `kind` names the kind of the stage. `conversion` says how its
-    weights were converted, as JSON: `reads` counts how often each tensor on disk was read, and `parameters` lists for
-    each parameter of the stage its `dtype` and `shape`, the names on disk that it is made `of`, and whether it is
-    `transposed`, `initial` (as `build` left it) or `constant` (made by `convert` from nothing on disk).
+    `others` makes inputs of the same shapes for tracing. Stages with the same `signature` share graphs. `conversion`
+    says how its weights were converted, as JSON: `reads` counts how often each tensor on disk was read, and
+    `parameters` lists for each parameter of the stage its `dtype` and `shape`, the names on disk that it is made `of`,
+    and whether it is `transposed`, `initial` (as `build` left it) or `constant` (made by `convert` from nothing on
+    disk).
     """
 
     module: nn.Module
     inputs: Sequence[torch.Tensor]
     others: Callable[[], Sequence[torch.Tensor]]
     call: Call
-    kind: str
+    signature: str
     conversion: Mapping[str, Any]
 
     def forward(self, with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
@@ -121,7 +122,7 @@ def _prepare_port(job: StageRun) -> _Ready:
     def others() -> Sequence[torch.Tensor]:
         return job.x.flip(1), positions, torch.ones_like(job.valid)
 
-    return _Ready(module, (job.x, positions, job.valid), others, call, _kind(module, job.x), conversion)
+    return _Ready(module, (job.x, positions, job.valid), others, call, _signature(module, job.x), conversion)
 
 
 def _described(tensor: torch.Tensor, tracing: provenance.Tracing, built: torch.Tensor | None) -> dict[str, Any]:
@@ -158,13 +159,13 @@ def _prepare_transformers(job: StageRun) -> _Ready:
         of.setdefault(entry["parameter"], []).append(name)
     parameters = {name: _entry(model.get_parameter_or_buffer(name), sources) for name, sources in of.items()}
     reads = dict.fromkeys(job.description["tensors"], 1)
-    kind = _kind(stage_module(model, job.stage), job.x)
+    signature = _signature(stage_module(model, job.stage), job.x)
 
     def others() -> Sequence[torch.Tensor]:
         return job.x.flip(1), job.ids.flip(1), job.valid  # without padding, transformers leaves out the mask
 
     inputs = job.x, job.ids, job.valid
-    return _Ready(model, inputs, others, call, kind, {"reads": reads, "parameters": parameters})
+    return _Ready(model, inputs, others, call, signature, {"reads": reads, "parameters": parameters})
 
 
 def _items(stage: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -226,8 +227,8 @@ def _hook(name: str) -> Callable[[nn.Module, Any, Any], Any]:
     return hand_over
 
 
-def _kind(module: nn.Module, x: torch.Tensor) -> str:
-    """Names the kind of a stage. Equal structure, shapes and dtypes mean an equal graph, whatever the weights."""
+def _signature(module: nn.Module, x: torch.Tensor) -> str:
+    """A digest of what shapes the graph of a stage: structure, shapes and dtypes, whatever the weights."""
     structure = [[name, type(part).__qualname__] for name, part in module.named_modules()]
     shapes = [[name, str(part.dtype), list(part.shape)] for name, part in module.state_dict().items()]
     return digest_of([structure, shapes, str(x.dtype), list(x.shape)])[:12]

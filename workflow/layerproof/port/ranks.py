@@ -142,13 +142,13 @@ def _listen(ranks: Sequence[_Rank]) -> None:
 
 def _take(rank: _Rank) -> None:
     try:
-        kind, content = rank.child.messages.recv()
+        message, content = rank.child.messages.recv()
     except (EOFError, OSError):
         _died(rank)
         return
-    if kind == MARK:
+    if message == MARK:
         rank.reached.append(content)
-    elif kind == DONE:
+    elif message == DONE:
         rank.done = content
     else:
         rank.failed_at, rank.failure = content

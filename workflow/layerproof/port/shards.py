@@ -69,7 +69,7 @@ def join(
             joined[name] = of_ranks[0]
             if furthest := _furthest(of_ranks, valid):
                 differ[name] = furthest
-                if of_ranks[0].kind == "float" and (furthest["change"] or 0) > LARGEST_CHANGE:
+                if of_ranks[0].dtype_class == "float" and (furthest["change"] or 0) > LARGEST_CHANGE:
                     summed[name] = _sum(of_ranks)
         attributes = hdf5.attributes(files[0])
         conversions = [hdf5.document_if_there(file, hdf5.CONVERSION) for file in files]
@@ -137,14 +137,16 @@ def _converted(conversions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def allowed_change(tensor: Tensor) -> float:
-    return LARGEST_CHANGE if tensor.kind == "float" else 0.0
+    return LARGEST_CHANGE if tensor.dtype_class == "float" else 0.0
 
 
 def change_in_words(change: float | None, tensor: Tensor) -> str:
     if change is None:
         return "in shape or in what is not finite"
     return (
-        f"relative L2 {change:.2g} at the worst token" if tensor.kind == "float" else f"at {change:.2%} of the tokens"
+        f"relative L2 {change:.2g} at the worst token"
+        if tensor.dtype_class == "float"
+        else f"at {change:.2%} of the tokens"
     )
 
 
@@ -197,7 +199,7 @@ def _change(tensor: Tensor, first: Tensor, valid: np.ndarray) -> float | None:
         return None
     where = valid if first.shape[:2] == valid.shape else np.ones(first.shape[:2], bool)
     mine, other = (one.floats(_values(one)[where]).reshape(where.sum(), -1) for one in (tensor, first))
-    if first.kind != "float":
+    if first.dtype_class != "float":
         return float((mine != other).any(axis=1).mean()) if len(mine) else 0.0
     finite = np.isfinite(mine) & np.isfinite(other)
     if not np.array_equal(mine[~finite], other[~finite], equal_nan=True):

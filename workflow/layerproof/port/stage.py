@@ -37,7 +37,7 @@ def make_stage(
     With `port.compile`, it writes the outputs of the compiled graph, and how they differ from the stage run without
     compiling.
 
-    Returns facts for the record: the device, the kind of stage, and how many graphs were compiled.
+    Returns facts for the record: the device, the stage's signature as `kind`, and how many graphs were compiled.
 
     Raises:
         StageError: if the port fails on this stage, or taps change its output.
@@ -54,7 +54,7 @@ def make_stage(
             plain, tapped = (_on_host(shipped.compiled(trace, with_taps)) for with_taps in (False, True))
             change = _check_taps(stage, plain, tapped, lambda: _on_host(shipped.compiled(trace, with_taps=False)))
             documents[hdf5.COMPILED] = compiled.describe(shipped, tapped | plain, eager)
-    facts = {"device": runner.environment.hardware, "kind": ready.kind, "taps_change_output": change}
+    facts = {"device": runner.environment.hardware, "kind": ready.signature, "taps_change_output": change}
     _write(runner, output, tapped | plain, {"stage": stage, **facts}, documents)
     return {**facts, "compilations": _compilations() - compilations}
 
@@ -109,7 +109,7 @@ def chain_stage(
             plain = _on_host(ready.to_compile().compiled(trace, with_taps=False))
         else:
             plain = _on_host(ready.forward(with_taps=False))
-    facts = {"device": runner.environment.hardware, "kind": ready.kind}
+    facts = {"device": runner.environment.hardware, "kind": ready.signature}
     _write(runner, output, plain, {"stage": stage, **facts})
     return {**facts, "compilations": _compilations() - compilations}
 

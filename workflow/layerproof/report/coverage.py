@@ -40,15 +40,21 @@ def what_was_compared(
         "element by element; its "
         f"worst token, channel block, head and expert at most {GROUP_LIMIT * config.compare.limit:g} times",
     }
-    kinds = {port["kind"] for port in _sides(comparisons, "port") if "kind" in port}
+    signatures = {port["kind"] for port in _sides(comparisons, "port") if "kind" in port}
     lengths, names = set(_prompt_lengths(comparisons)), {name for _, name, _ in all_taps(comparisons)}
-    if kinds and lengths:
-        covered = (counted(len(kinds), "kind"), counted(len(lengths), "prefill length"), counted(len(names), "tap"))
+    if signatures and lengths:
+        covered = (
+            counted(len(signatures), "kind"),
+            counted(len(lengths), "prefill length"),
+            counted(len(names), "tap"),
+        )
         which = f" ({', '.join(map(str, sorted(lengths)))} tokens)" if len(lengths) <= FEW_LENGTHS else ""
         compared["Covered"] = f"{covered[0]} of stage × {covered[1]}{which} × {covered[2]}, where a stage has them"
     graphs = [port["compilations"] for port in _sides(comparisons, "port") if "compilations" in port]
-    if kinds and graphs:
-        compared["Compilation"] = f"{counted(sum(graphs), 'graph')} compiled for {counted(len(kinds), 'kind')} of stage"
+    if signatures and graphs:
+        compared["Compilation"] = (
+            f"{counted(sum(graphs), 'graph')} compiled for {counted(len(signatures), 'kind')} of stage"
+        )
     return compared
 
 

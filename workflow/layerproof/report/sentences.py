@@ -251,7 +251,7 @@ def _margin(comparisons: Sequence[Comparison], limit: float) -> list[str]:
             R, allowed = overall_limit(tap, limit)
             used += [(R / allowed, stage, name, "")] if R is not None else []
             groups = group_limits(tap, limit)
-            used += [(R / allowed, stage, name, f" at {place(tap, kind)}") for kind, R, allowed in groups]
+            used += [(R / allowed, stage, name, f" at {place(tap, group)}") for group, R, allowed in groups]
     if not used:
         return []
     most, stage, name, where = max(used)

@@ -33,10 +33,10 @@ def section(audit: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]) -> d
 def lines(section: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines of a `section` for a terminal."""
     for row in section["rows"]:
-        held = f"{row['disk']} on disk; {row['golden']} in the golden; {row['port']} in the port"
-        yield f"{row['stages']}: {held}; golden job {row['golden_job']}, port job {row['port_job']}, files {row['files']}"
-    for kind in ("findings", "notes"):
-        yield from (f"{kind[:-1]}: {sentence}" for sentence in section[kind])
+        weights = f"{row['disk']} on disk; {row['golden']} in the golden; {row['port']} in the port"
+        yield f"{row['stages']}: {weights}; golden job {row['golden_job']}, port job {row['port_job']}, files {row['files']}"
+    for part in ("findings", "notes"):
+        yield from (f"{part[:-1]}: {sentence}" for sentence in section[part])
     yield from (f"{topic}: {text}" for topic, text in section["run"].items())
     for row in section["machines"]:
         stage, whole = ("fits" if row[what] else "does not fit" for what in ("stage", "whole"))

@@ -34,7 +34,7 @@ class ShapeMismatch(ValueError):
 
 
 class DtypeMismatch(ValueError):
-    """A dtype is not of the expected kind (float, integer, boolean); a different width of float is not a mismatch."""
+    """A dtype is not of the expected class (float, integer, boolean); a different width of float is not a mismatch."""
 
 
 class Array(Protocol):
@@ -71,7 +71,7 @@ class Tensor:
         return tuple(self.data.shape)
 
     @property
-    def kind(self) -> str:
+    def dtype_class(self) -> str:
         """One of float, integer and boolean."""
         if self.dtype == "bool":
             return "boolean"

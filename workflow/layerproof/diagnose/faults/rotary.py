@@ -59,11 +59,11 @@ def rotation_of(stage: GoldenStage) -> Rotation:
     """The rotation of the layer."""
     attention = stage.part("self_attn")
     module = getattr(stage.model.get_decoder(), "rotary_emb", None)
-    kind = getattr(attention, "layer_type", None)
-    found = getattr(module, "inv_freq", getattr(module, f"{kind}_inv_freq", None))
+    layer_type = getattr(attention, "layer_type", None)
+    found = getattr(module, "inv_freq", getattr(module, f"{layer_type}_inv_freq", None))
     if not isinstance(module, nn.Module) or found is None or not hasattr(attention, "head_dim"):
         raise NotApplicable("the layer has no rotary embedding")
-    scaling = getattr(module, "attention_scaling", getattr(module, f"{kind}_attention_scaling", 1.0))
+    scaling = getattr(module, "attention_scaling", getattr(module, f"{layer_type}_attention_scaling", 1.0))
     positions = torch.arange(stage.ids.shape[1], device=stage.ids.device)
     return Rotation(found.float(), positions, scaling, attention.head_dim)
 
