@@ -6,7 +6,7 @@ import torch
 
 from layerproof import config
 from layerproof.errors import UserError
-from layerproof.golden.whole import Whole, device_of
+from layerproof.golden.whole import FullModel, device_of
 from layerproof.model import checkpoint
 from layerproof.tensors import hdf5
 from models import CONFIGS, FP8, save
@@ -15,7 +15,7 @@ from streaming import SETTINGS, TOKENS, stream
 
 def start(directory, **golden):
     settings = config.changed(SETTINGS, golden=config.changed(SETTINGS.golden, **golden))
-    return Whole.start(directory, TOKENS, settings)
+    return FullModel.start(directory, TOKENS, settings)
 
 
 def contents(path):

@@ -96,7 +96,7 @@ def test_a_stage_is_built_as_in_the_whole_model_and_other_layers_without_modules
             assert module.training is wanted.training is False
             assert getattr(module, "config", model.config) is not getattr(wanted, "config", None)
             if other == stage or not other.startswith("layer"):
-                assert loading.held_by(model, other) == loading.held_by(whole, other)
+                assert loading.weights_in_memory(model, other) == loading.weights_in_memory(whole, other)
             else:
                 assert not module.state_dict() and not list(module.children())
 

@@ -46,9 +46,9 @@ def test_parts_come_together_and_apart(tmp_path_factory, pieces, copies, adjacen
     taps, ranks = joined(folder, parts)
     assert np.array_equal(taps["attn.k"].data, whole)
     assert ranks == {"count": count, "copies": {"attn.k": copies} if copies > 1 else {}, "differ": {}}
-    held = [shards.held(part["attn.k"]) for part in parts]
+    keys = [shards.part_key(part["attn.k"]) for part in parts]
     for rank in range(count):
-        assert np.array_equal(shards.part("attn.k", float32(whole), held, rank).data, cut[order[rank]])
+        assert np.array_equal(shards.part("attn.k", float32(whole), keys, rank).data, cut[order[rank]])
 
 
 def test_a_tap_that_is_split_and_has_no_axis_to_split_is_left_to_its_shape():
@@ -63,9 +63,9 @@ def test_parts_may_be_of_different_sizes_and_empty(tmp_path):
     cut = np.split(whole, [2, 2, 3], axis=2)
     taps, ranks = joined(tmp_path, [{"attn.q": float32(part), "out": float32(whole)} for part in cut])
     assert np.array_equal(taps["attn.q"].data, whole) and ranks["copies"] == {}
-    held = [shards.held(float32(part)) for part in cut]
+    keys = [shards.part_key(float32(part)) for part in cut]
     for rank, part in enumerate(cut):
-        assert np.array_equal(shards.part("attn.q", float32(whole), held, rank).data, part)
+        assert np.array_equal(shards.part("attn.q", float32(whole), keys, rank).data, part)
 
 
 def test_what_all_ranks_have_is_told_where_it_differs(tmp_path):

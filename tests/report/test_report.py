@@ -34,9 +34,9 @@ def not_looked_at(comparisons, chains):
     return what_was_not_compared(comparisons, chains, reports.config())
 
 
-def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings=(), trimmed=(), **config):
+def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings=(), pruned=(), **config):
     verdicts = reports.collect(comparisons, chains, diagnoses)
-    books = reports.audit(comparisons, *findings), [{"files": files} for files in trimmed], reports.preflights()
+    books = reports.audit(comparisons, *findings), [{"files": files} for files in pruned], reports.preflights()
     images, settings = plots or {}, reports.config(**config)
     return page.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, images, unused, *books, settings, VERSIONS)
 
@@ -533,7 +533,7 @@ def test_what_was_dropped_of_stages_that_pass_is_told():
     comparisons, chains = reports.good()
     assert "Dropped of stages" not in render(comparisons, chains)
     files = {"a.h5": {"bytes": 1_000_000, "whole_bytes": 5_000_000}, "b.h5": {"bytes": 0, "whole_bytes": 2_000_000}}
-    page = words(render(comparisons, chains, trimmed=[files, {}]))
+    page = words(render(comparisons, chains, pruned=[files, {}]))
     assert "Dropped of stages that pass 6 MB of 7 MB" in page
     assert "Of these kept with compare.taps: auto, if all stages pass 250 MB" in page
 

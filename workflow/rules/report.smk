@@ -3,7 +3,7 @@
 # results/compare/ -> results/plots/ -> results/report.html -> results/manifest.json -> results/archive/RUN.zip
 # with compare.taps auto: results/diagnosis/STAGE.json -> results/trimmed/STAGE.json; the files of a stage that passes shrink
 
-TRIMMED = expand("results/trimmed/{stage}.json", stage=STAGES if CONFIG.compare.taps == "auto" else [])
+PRUNED = expand("results/trimmed/{stage}.json", stage=STAGES if CONFIG.compare.taps == "auto" else [])
 
 
 rule audit:
@@ -56,7 +56,7 @@ rule prune_stage:
         port=rules.port_stage.output.tensors,
         job=job("trimmed/{stage}", "cpu", packages=["h5py"]),
     output:
-        trimmed=update("results/trimmed/{stage}.json"),
+        pruned=update("results/trimmed/{stage}.json"),
         record=update("results/records/trimmed/{stage}.json"),
     log:
         "results/logs/trimmed/{stage}.log",
@@ -66,7 +66,7 @@ rule prune_stage:
     container:
         CONTAINERS["cpu"]
     shell:
-        layerproof("prune", "trimmed", "comparison diagnosis golden port")
+        layerproof("prune", "pruned", "comparison diagnosis golden port")
 
 
 rule plot_stage:
@@ -113,7 +113,7 @@ rule report:
         verdicts=rules.verdicts.output.verdicts,
         unused=rules.weights.output.unused,
         audit=rules.audit.output.audit,
-        trimmed=TRIMMED,
+        pruned=PRUNED,
         preflights=expand("results/preflight/{side}.json", side=["golden", "port"]),
         comparisons=rules.verdicts.input.comparisons,
         chains=rules.verdicts.input.chains,
@@ -134,7 +134,7 @@ rule report:
         layerproof(
             "report",
             "html",
-            "template verdicts unused audit trimmed preflights comparisons chains diagnoses plots records",
+            "template verdicts unused audit pruned preflights comparisons chains diagnoses plots records",
         )
 
 

@@ -85,8 +85,8 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
     files = sum(pruning.original_bytes(path) for path in (golden_file, port_file))
     result: dict[str, Any] = {"disk": on_disk, "golden": None, "port": None, "files": files, "findings": []}
     try:
-        golden = hdf5.read_document(golden_file, hdf5.HELD)
-        result["golden"] = _by_dtype((held["dtype"], bytes_on_disk(held)) for held in golden.values())
+        golden = hdf5.read_document(golden_file, hdf5.WEIGHTS)
+        result["golden"] = _by_dtype((weight["dtype"], bytes_on_disk(weight)) for weight in golden.values())
         conversion = hdf5.read_document(port_file, hdf5.CONVERSION)
         with hdf5.reading(golden_file) as file:
             wanted = hdf5.dtypes(file, "golden")
@@ -95,13 +95,13 @@ def audit_stage(description: Description, golden_file: Path, port_file: Path, po
             tracing = hdf5.document_if_there(file, hdf5.COMPILED)
     except StageError:
         return result
-    held = {name: one["dtype"] for name, one in golden.items()}
+    golden_dtypes = {name: weight["dtype"] for name, weight in golden.items()}
     parameters = [
         Parameter(name, **entry | {"shape": tuple(entry["shape"]), "of": tuple(entry["of"])})
         for name, entry in conversion["parameters"].items()
     ]
     ranks = conversion.get("ranks", 1)
-    ledger = _WeightLedger(description["tensors"], held, port_dtype, conversion["reads"], parameters, ranks)
+    ledger = _WeightLedger(description["tensors"], golden_dtypes, port_dtype, conversion["reads"], parameters, ranks)
     findings = [*ledger.dtypes(), *ledger.use(), *ledger.layout(), *_activations(found, wanted)]
     if tracing:
         findings += _compiled(tracing)

@@ -68,13 +68,13 @@ class FailedStage:
 class _Bench:
     """The golden stage in its own dtype and in fp32, and everything that the port is compared with.
 
-    `taken` are the golden's taps that golden and port were forced with; `truth` are the taps of the fp32 golden in that
+    `forced` are the golden's taps that golden and port were forced with; `truth` are the taps of the fp32 golden in that
     run, `noise` is the noise of its variants, and `port` are the port's taps.
     """
 
     golden: GoldenStage
     exact: GoldenStage
-    taken: Taps
+    forced: Taps
     truth: Mapping[str, Tensor]
     noise: Mapping[str, Noise]
     port: Mapping[str, Tensor]
@@ -134,7 +134,7 @@ def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) ->
     isolated, forced = (hdf5.read_group(path, "port") for path in (files.port, files.forced))
     # A tap that the port did not hand over in the golden's shape could not be forced on the port, so it is not forced
     # on the golden either.
-    taken = {
+    golden_taps = {
         name: hdf5.to_torch(tensor).to(device)
         for name, tensor in wanted.items()
         if name != OUT and name in forced and forced[name].shape == tensor.shape
@@ -143,15 +143,15 @@ def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) ->
 
     def run(x: Any) -> dict[str, Tensor]:
         """The forced golden; if the last bits of its input are changed, so are those of its forced taps."""
-        given = taken if x is bf16.x else {name: _changed(tensor) for name, tensor in taken.items()}
+        given = golden_taps if x is bf16.x else {name: _changed(tensor) for name, tensor in golden_taps.items()}
         return _arrays(bf16.run(given, x=x))
 
     valid = stage.tokens.valid
     others = [taps for _, taps in variants(bf16.model, run, bf16.x)]
-    local_truth = _arrays(exact.run(taken))
+    local_truth = _arrays(exact.run(golden_taps))
     local_noise = noise_of_taps(wanted, others, local_truth, valid)
-    bench = _Bench(bf16, exact, taken, local_truth, local_noise, forced, valid, stage.limit)
-    alone = replace(bench, taken={}, noise=read_noise(files.noise), port=isolated)
+    bench = _Bench(bf16, exact, golden_taps, local_truth, local_noise, forced, valid, stage.limit)
+    alone = replace(bench, forced={}, noise=read_noise(files.noise), port=isolated)
     local = compare_taps(stage.name, forced, wanted, local_truth, local_noise, valid, stage.limit)["taps"]
     wrong = [name for name, tap in local.items() if tap["status"] == "fail"]
     if wrong:
@@ -269,7 +269,7 @@ def _head_dim(bench: _Bench, tap: str) -> int | None:
 
 def _attempts(bench: _Bench, tap: str) -> list[_Attempt]:
     """Attempts with faults that may show first at this tap, best first; tries more faults until one explains it."""
-    places = unseen_before(tap, bench.taken)
+    places = unseen_before(tap, bench.forced)
     known = [fault for fault in DICTIONARY if fault.tap in places]
     attempts: list[_Attempt] = []
     for round in ("quick", "slow", "pairs"):
@@ -297,10 +297,10 @@ def _pairs(attempts: Sequence[_Attempt]) -> list[tuple[Fault, ...]]:
 def _try(bench: _Bench, faults: tuple[Fault, ...], tap: str) -> _Attempt | None:
     """How well faults explain the port's tap; None if they do not apply or change nothing there."""
     try:
-        exact = hdf5.to_array(bench.exact.run(bench.taken, faults, until=tap)[tap])
+        exact = hdf5.to_array(bench.exact.run(bench.forced, faults, until=tap)[tap])
         if _same(exact, bench.truth[tap]):
             return None
-        rounded = hdf5.to_array(bench.golden.run(bench.taken, faults, until=tap)[tap])
+        rounded = hdf5.to_array(bench.golden.run(bench.forced, faults, until=tap)[tap])
     except torch.OutOfMemoryError:
         raise
     except (

@@ -17,7 +17,7 @@ from layerproof.errors import UserError
 from layerproof.golden.experts import EXPERT_BY_EXPERT
 from layerproof.golden.transformers_stage import run_stage, stage_module
 from layerproof.golden.variants import split, variants
-from layerproof.golden.whole import Whole, device_of
+from layerproof.golden.whole import FullModel, device_of
 from layerproof.measure.noise import noise_of_taps
 from layerproof.measure.noise_file import write_noise
 from layerproof.model import loading
@@ -54,25 +54,25 @@ def make_stage(
     noise: Path,
     settings: Config,
     with_taps: bool = True,
-    whole: Whole | None = None,
+    full_model: FullModel | None = None,
 ) -> None:
     """Runs a stage of the golden and writes `golden/TAP` in its dtype and `truth/TAP` in fp32.
 
-    It also writes how the model stores the weights (`loading.held_by`), and to `noise` how far legitimate variants of
-    the golden are from the truth. That is a file of its own, so that it is not an input of the port.
+    It also writes how the model stores the weights (`loading.weights_in_memory`), and to `noise` how far legitimate
+    variants of the golden are from the truth. That is a file of its own, so that it is not an input of the port.
 
     The input is `golden/out` in the previous stage's file: the golden follows its own trajectory, and the truth of
     every stage starts from the same input. One variant follows its own trajectory too, `chained/out` in the noise
     files: it shows how far a correct port may stray in a chain. `settings` contain the config's `golden` and
     `model.trust_remote_code`. A stage that only feeds others runs without truth, noise and taps (`with_taps` is False).
 
-    With the full model in `whole`, the stage runs where its weights are, and its output is the one from the run of the
+    With `full_model`, the stage runs where its weights are, and its output is the one from the run of the
     full model. The file's attribute `alone` is the relative L2 between that output and the one of the stage run alone.
 
     Raises:
         StageError: if weights or input are missing or damaged.
     """
-    device = device_of(whole.model, stage) if whole else resolve_device(settings.golden.device)
+    device = device_of(full_model.model, stage) if full_model else resolve_device(settings.golden.device)
     stage_input = hdf5.to_torch(hdf5.read_stage_input(previous, "golden/out")).to(device) if previous else None
     ids, valid = torch.from_numpy(tokens.ids).to(device), torch.from_numpy(tokens.valid).to(device)
 
@@ -81,18 +81,18 @@ def make_stage(
         return {name: hdf5.to_array(taps[name]) for name in in_order(taps)}
 
     dtype = getattr(torch, settings.golden.dtype)
-    model = whole.model if whole else load(stage, directory, description, device, dtype, settings)
+    model = full_model.model if full_model else load(stage, directory, description, device, dtype, settings)
     golden = run(model, stage_input)
     attributes: dict[str, Any] = {"stage": stage, "device": _device_name(device)}
-    if whole:
-        attributes["alone"] = whole.change(stage, hdf5.to_torch(golden[OUT]))
-        golden[OUT] = hdf5.to_array(whole.outputs[stage])
+    if full_model:
+        attributes["alone"] = full_model.change(stage, hdf5.to_torch(golden[OUT]))
+        golden[OUT] = hdf5.to_array(full_model.outputs[stage])
     strayed = golden[OUT]
     if previous_noise is not None:
         chained = hdf5.to_torch(hdf5.read_stage_input(previous_noise, "chained/out")).to(device)
         with split(model, chained):
             strayed = run(model, chained)[OUT]
-    documents = {hdf5.HELD: loading.held_by(model, stage)}
+    documents = {hdf5.WEIGHTS: loading.weights_in_memory(model, stage)}
     if not with_taps:
         alone = {"golden": {OUT: golden[OUT]}}
         hdf5.write(output, alone, valid=tokens.valid, attributes=attributes, documents=documents)
@@ -149,7 +149,7 @@ def exact(
     experts_form = EXPERT_BY_EXPERT if is_one_by_one else "eager"
     eager = changed(settings, golden=changed(settings.golden, experts_implementation=experts_form))
     twin = _meta_model(directory, stage, torch.float32, eager, with_others)
-    kept = held(description, model.dtype)
+    kept = lossless(description, model.dtype)
     experts = keep_experts(twin, stage, kept, model.dtype)
     state = model.state_dict()
     if any(state[name].is_meta for name in kept):  # offloaded
@@ -173,7 +173,7 @@ def load_another(
     Raises:
         StageError: as `loading.load_stage` does.
     """
-    keep_experts(model, stage, held(description, dtype), dtype)
+    keep_experts(model, stage, lossless(description, dtype), dtype)
     loading.load_stage(model, stage, directory, description, device)
 
 
@@ -191,17 +191,17 @@ def _meta_model(
     return loading.meta_stage(directory, stage, trust, dtype, **implementations)
 
 
-def held(description: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
-    """The parameters and buffers of a stage that a model of this dtype stores exactly as they are on disk."""
+def lossless(description: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
+    """The parameters and buffers of a stage that a model of this dtype stores without rounding."""
     on_disk: dict[str, set[str]] = {}
     for entry in description.get("tensors", {}).values():
         on_disk.setdefault(entry["parameter"], set()).add(entry["dtype"])
 
-    def holds(word: str) -> bool:
+    def fits(word: str) -> bool:
         return torch.promote_types(str_to_torch_dtype[word], dtype) == dtype
 
     # Quantised values are 8 bits wide. Their scales round them, in the golden as in the port.
-    return {name for name, words in on_disk.items() if any(map(_is_quantised, words)) or all(map(holds, words))}
+    return {name for name, words in on_disk.items() if any(map(_is_quantised, words)) or all(map(fits, words))}
 
 
 def _is_quantised(word: str) -> bool:
@@ -209,7 +209,7 @@ def _is_quantised(word: str) -> bool:
 
 
 def keep_experts(
-    model: PreTrainedModel, stage: str, held: Collection[str], dtype: torch.dtype
+    model: PreTrainedModel, stage: str, lossless: Collection[str], dtype: torch.dtype
 ) -> list[torch.nn.Module]:
     """Converts the stage's modules that store all experts in one tensor to `dtype`, and returns them.
 
@@ -221,7 +221,7 @@ def keep_experts(
         for module in stage_module(model, stage).modules()
         if hasattr(module, "is_transposed")
         and hasattr(module, "num_experts")
-        and all(f"{names[module]}.{name}" in held for name, _ in module.named_parameters(recurse=False))
+        and all(f"{names[module]}.{name}" in lossless for name, _ in module.named_parameters(recurse=False))
     ]
     for module in experts:
         module.to(dtype)
@@ -249,8 +249,8 @@ def _widen_on_use(experts: torch.nn.Module) -> None:
         experts.__dict__[name] = _WidenedOnUse(parameter.detach())
 
 
-def widened(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """A parameter or buffer of a loaded module as it is in memory, even if it is widened on use."""
+def raw_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """A parameter or buffer of a loaded module as memory stores it: not widened, even if it is widened on use."""
     value = getattr(module, name)
     return value.parameter if isinstance(value, _WidenedOnUse) else value.detach()
 

@@ -29,7 +29,7 @@ from layerproof.rerun.recorder import cached
 from layerproof.rerun.records import Record
 
 if TYPE_CHECKING:
-    from layerproof.golden.whole import Whole
+    from layerproof.golden.whole import FullModel
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -58,14 +58,14 @@ def run_golden(args: argparse.Namespace) -> None:
     prompts = args.tokens.absolute()
 
     @cached
-    def start() -> Whole | Exception:
+    def start() -> FullModel | Exception:
         """A failure is cached as well: the next stage would spend as long and fail the same way."""
-        from layerproof.golden import whole
+        from layerproof.golden.whole import FullModel
         from layerproof.model.tokens import Tokens
 
         first = args.job[0]
         try:
-            return whole.Whole.start(first.checkpoint, Tokens.read(prompts), first.config)
+            return FullModel.start(first.checkpoint, Tokens.read(prompts), first.config)
         except Exception as error:
             return error
 

@@ -22,14 +22,14 @@ from layerproof.model.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullModel:
     """The full model, and the output of every stage [batch, seq, ...] on the host from one forward of it."""
 
     model: PreTrainedModel
     outputs: Mapping[str, torch.Tensor]
 
     @classmethod
-    def start(cls, directory: Path, tokens: Tokens, settings: Config) -> Whole:
+    def start(cls, directory: Path, tokens: Tokens, settings: Config) -> FullModel:
         """Loads the model, spread over devices as the config's `golden` says, and runs it once.
 
         Raises:

@@ -22,16 +22,16 @@ class Check:
     remedy: str | None = None
 
 
-def refusal(path: Path) -> str | None:
+def why_not_writable(path: Path) -> str | None:
     """Why no file can be written into a directory that exists or would be created; None if one can."""
     try:
-        with tempfile.TemporaryFile(dir=existing(path)):
+        with tempfile.TemporaryFile(dir=existing_parent(path)):
             return None
     except OSError as error:
         return error.strerror or str(error)
 
 
-def existing(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
     """The path, or its nearest existing parent."""
     path = path.absolute()
     return next(parent for parent in (path, *path.parents) if parent.exists())

@@ -13,7 +13,7 @@ from typing import Any
 
 from layerproof.errors import UserError
 from layerproof.files import size
-from layerproof.host.checks import FAIL, OK, WARN, Check, refusal, run_tool
+from layerproof.host.checks import FAIL, OK, WARN, Check, run_tool, why_not_writable
 from layerproof.known_errors import SMALLER_SLICES_REMEDY
 
 NEURON_TOOLS, NEURON_LIBRARIES = "/opt/aws/neuron/bin", "/opt/aws/neuron/lib"
@@ -201,7 +201,7 @@ def check_compile_cache(environment: Mapping[str, str]) -> Check:
     place = environment.get("NEURON_COMPILE_CACHE_URL") or (flags[1] if flags else COMPILE_CACHE)
     if place.startswith("s3://"):
         return Check("compile cache", OK, f"{place}, which was not written to")
-    if not refusal(Path(place)):
+    if not why_not_writable(Path(place)):
         return Check("compile cache", OK, place)
     remedy = "Set NEURON_COMPILE_CACHE_URL to a directory that you may write to."
     return Check("compile cache", WARN, f"{place} cannot be written to, so every run compiles anew", remedy)

@@ -90,8 +90,8 @@ def predict(
     for stage, description in descriptions.items():
         if "error" in description:
             continue
-        held = golden_stage.held(description, dtype)
-        golden_stage.keep_experts(exact, stage, held, dtype)
+        lossless = golden_stage.lossless(description, dtype)
+        golden_stage.keep_experts(exact, stage, lossless, dtype)
         own = loading.parameters_of(trusted, stage)
         signature = (layer_of(stage) is not None or stage, *(tuple(tensor.shape) for tensor in own.values()))
         if signature not in known:
@@ -103,7 +103,7 @@ def predict(
         twin = _bytes(
             tensor
             for name, tensor in loading.parameters_of(exact, stage).items()
-            if name not in held or tensor.dtype != own[name].dtype
+            if name not in lossless or tensor.dtype != own[name].dtype
         )
         variants = 0 if stage == EMBED else len(VARIANTS)
         largest = max(map(checkpoint.bytes_on_disk, description["tensors"].values()), default=0)

@@ -25,7 +25,7 @@ from packaging.version import InvalidVersion, Version
 from layerproof.config import Config, Golden
 from layerproof.errors import StageError, UserError, first_line
 from layerproof.files import read_json, size
-from layerproof.host.checks import FAIL, NOT_HERE, OK, WARN, Check, existing, refusal, run_tool
+from layerproof.host.checks import FAIL, NOT_HERE, OK, WARN, Check, existing_parent, run_tool, why_not_writable
 from layerproof.host.neuron import check_neuron, check_nxdi, check_sharding
 from layerproof.model import checkpoint
 
@@ -73,7 +73,7 @@ def check_side(
     return [
         *check_host(config, prediction, _available_memory()),
         *(check_sharding(checkpoint.read_config(directory), config.parallel.tp) if is_sharded else ()),
-        check_disk(results, prediction, shutil.disk_usage(existing(results)).free),
+        check_disk(results, prediction, shutil.disk_usage(existing_parent(results)).free),
         whole,
     ]
 
@@ -403,12 +403,12 @@ def require_slurm() -> None:
 
 def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -> Check:
     """Checks that results/ can be written, and has room for everything that is not in it yet, even if stages fail."""
-    if why := refusal(results):
+    if why := why_not_writable(results):
         text = f"{results} cannot be written ({why})"
         return Check("disk", FAIL, text, "Make it a directory, or a link to one, that you may write to.")
     if not prediction:
         return Check("disk", OK, f"{size(free)} free")
-    there = sum(min(entry["files"], _taken(results, stage)) for stage, entry in prediction["stages"].items())
+    there = sum(min(entry["files"], _existing_bytes(results, stage)) for stage, entry in prediction["stages"].items())
     needed = BESIDE_FILES[0] + BESIDE_FILES[1] * max(0, prediction["files"] - there)
     text = f"{size(needed)} are still to be written, {size(free)} are free"
     remedy = f"Free disk space, or make {results} a link to a larger disk."
@@ -419,7 +419,7 @@ def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -
     return Check("disk", OK, text)
 
 
-def _taken(results: Path, stage: str) -> int:
+def _existing_bytes(results: Path, stage: str) -> int:
     """Bytes of the stage's files that the prediction counts and that exist."""
     folders = [*(results / folder for folder in ("golden", "noise", "port")), *results.glob("chain/*")]
     paths = (folder / f"{stage}.h5" for folder in folders)

@@ -354,23 +354,23 @@ class _FloatComparison:
     def add(self, batch: slice, seq: slice) -> None:
         valid = self.valid[batch, seq].reshape(-1)
         tokens = token_numbers(batch, seq, self.valid.shape[1])
-        stored = {name: tensor.read(batch, seq) for name, tensor in self.tensors.items()}
+        raw = {name: tensor.read(batch, seq) for name, tensor in self.tensors.items()}
         if not valid.all():
-            padding = {name: self.tensors[name].floats(of[~valid]) for name, of in stored.items()}
+            padding = {name: self.tensors[name].floats(of[~valid]) for name, of in raw.items()}
             keep = np.logical_and.reduce([is_finite(of) for of in padding.values()])
             self.padding.add(*(of[keep] for of in padding.values()))
-            tokens, stored = tokens[valid], {name: of[valid] for name, of in stored.items()}
+            tokens, raw = tokens[valid], {name: of[valid] for name, of in raw.items()}
         noise = self.noise
-        patterns = [stored[name].view(f"i{stored[name].itemsize}") for name in ("port", "golden")]
+        patterns = [raw[name].view(f"i{raw[name].itemsize}") for name in ("port", "golden")]
         all_finite = self.sums.add(
             tokens,
             ~self.left_out[tokens],
-            [of.astype(np.float32) if of.dtype == np.float16 else of for of in stored.values()],
+            [of.astype(np.float32) if of.dtype == np.float16 else of for of in raw.values()],
             patterns if self._same_dtype() else None,
             None if noise is None else (noise.token.reshape(-1), noise.channel, noise.rounding),
         )
         if not all_finite:
-            values = {name: self.tensors[name].floats(of) for name, of in stored.items()}
+            values = {name: self.tensors[name].floats(of) for name, of in raw.items()}
             self.nonfinite.add(tokens, values, {name: is_finite(of) for name, of in values.items()})
 
     def _same_dtype(self) -> bool:

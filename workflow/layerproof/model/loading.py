@@ -82,20 +82,20 @@ def meta_stage(
     Raises:
         UserError: as `meta_model` does.
     """
-    model = _whole_model(directory, sha256(directory / CONFIG), trust_remote_code, dtype, **implementations)
+    model = _full_model(directory, sha256(directory / CONFIG), trust_remote_code, dtype, **implementations)
     layers = cast("torch.nn.ModuleList", model.get_submodule(parts_of(model).layers))
     empty: dict[int, Any] = {  # deepcopy uses these as the copies of other layers' modules, parameters and hooks
-        id(held): type(held)()
+        id(attribute): type(attribute)()
         for index, layer in enumerate(layers)
         if index != layer_of(stage)
-        for held in vars(layer).values()
-        if isinstance(held, dict | set)
+        for attribute in vars(layer).values()
+        if isinstance(attribute, dict | set)
     }
     return copy.deepcopy(model, empty)
 
 
 @cached
-def _whole_model(
+def _full_model(
     directory: Path, config: str, trust_remote_code: bool, dtype: torch.dtype, **implementations: str
 ) -> PreTrainedModel:
     """Builds a `meta_model`, cached also by the digest of its config.json; do not change the result.
@@ -137,7 +137,7 @@ def parameters_of(model: PreTrainedModel, stage: str) -> dict[str, torch.Tensor]
     return model.get_submodule(path).state_dict(prefix=f"{path}.")
 
 
-def held_by(model: PreTrainedModel, stage: str) -> dict[str, dict[str, Any]]:
+def weights_in_memory(model: PreTrainedModel, stage: str) -> dict[str, dict[str, Any]]:
     """Returns `dtype` and `shape` of each parameter and buffer of a stage in the model."""
     parameters = parameters_of(model, stage)
     return {name: {"dtype": dtype_name(tensor), "shape": list(tensor.shape)} for name, tensor in parameters.items()}
@@ -295,11 +295,11 @@ def load_stage(
     directory: Path,
     description: Mapping[str, Any],
     device: torch.device,
-    taken: Mapping[str, torch.Tensor] | None = None,
+    preloaded: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Loads the weights of one stage into a `meta_model` or `meta_stage`, in place.
 
-    transformers converts the weights and casts them to the model's dtype. Parameters and buffers in `taken` (by their
+    transformers converts the weights and casts them to the model's dtype. Parameters and buffers in `preloaded` (by their
     names in the model) use those tensors, cast to the model's dtype, instead of reading from disk. Buffers that are
     computed rather than loaded (rotary frequencies, embedding scale) are computed for the full model.
 
@@ -309,18 +309,18 @@ def load_stage(
         StageError: if a tensor is missing, has the wrong shape or cannot be converted.
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    taken = taken or {}
+    preloaded = preloaded or {}
     parts = parts_of(model)
     tied = stage == LM_HEAD and model.config.get_text_config().tie_word_embeddings
     parameters = {name: entry["parameter"] for name, entry in description.get("tensors", {}).items()}
     on_disk = tensors_of_stage(directory, description)
     declared = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    loading = _fill(model, {name: on_disk[name] for name in on_disk if parameters[name] not in taken}, device)
-    for name, tensor in taken.items():
+    loading = _fill(model, {name: on_disk[name] for name in on_disk if parameters[name] not in preloaded}, device)
+    for name, tensor in preloaded.items():
         replace_tensor(model, name, tensor.to(declared[name]))
     if tied:
         model.get_submodule(parts.lm_head).weight = model.get_input_embeddings().weight
-    missing = sorted(name for name in loading.missing_keys - set(taken) if parts.stage_of(name) == stage)
+    missing = sorted(name for name in loading.missing_keys - set(preloaded) if parts.stage_of(name) == stage)
     if missing and not tied:
         raise StageError(f"{stage}: the checkpoint {directory} lacks {', '.join(missing)}. Copy it again.")
     if loading.mismatched_keys:
@@ -330,7 +330,7 @@ def load_stage(
         name, message = sorted(loading.conversion_errors.items())[0]
         raise StageError(f"{stage}: {name} cannot be converted ({first_line(message)}).")
     # With a dequantiser, transformers does not cast the tensors that are not quantised.
-    for name in set(parameters.values()) - set(taken):
+    for name in set(parameters.values()) - set(preloaded):
         tensor = model.get_parameter_or_buffer(name)
         if tensor.dtype != declared[name] == torch.promote_types(tensor.dtype, declared[name]):
             replace_tensor(model, name, tensor.to(declared[name]))

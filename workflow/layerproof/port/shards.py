@@ -83,16 +83,16 @@ def join(
     hdf5.write(output, groups, valid=valid, attributes=attributes, documents=documents)
 
 
-Held = tuple[tuple[int, ...], str]
+PartKey = tuple[tuple[int, ...], str]
 """The shape of a rank's part, and the digest of its values."""
 
 
-def held(tensor: Tensor) -> Held:
-    """The shape and digest of a part, for the other ranks."""
+def part_key(tensor: Tensor) -> PartKey:
+    """The shape and digest of a part, by which other ranks recognise it."""
     return tensor.shape, hashlib.sha256(_values(tensor).tobytes()).hexdigest()
 
 
-def part(name: str, whole: Tensor, of_ranks: Sequence[Held], rank: int) -> Tensor:
+def part(name: str, whole: Tensor, of_ranks: Sequence[PartKey], rank: int) -> Tensor:
     """The part of a tap that belongs to a rank, given the parts of all ranks.
 
     The parts are in rank order. As many ranks share each part as the sizes imply: adjacent ranks, unless the digests
@@ -163,7 +163,7 @@ def _traced(graphs: Sequence[tuple[Mapping[str, Any], str]]) -> dict[str, Any]:
 def _together(parts: Sequence[Tensor]) -> tuple[Tensor, int]:
     """Puts parts together in rank order. Returns also how many ranks share each: adjacent ranks, or every so many."""
     count = len(parts)
-    first = _first([held(part)[1] for part in parts])
+    first = _first([part_key(part)[1] for part in parts])
     for copies in range(count, 0, -1):
         pieces = count // copies
         if count % copies == 0:

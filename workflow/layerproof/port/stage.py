@@ -158,7 +158,7 @@ def teacher_force_stage(
 def _parts(golden: Mapping[str, hdf5.Tensor], found: Taps) -> dict[str, hdf5.Tensor]:
     """This rank's parts of the golden's taps, judged by the shapes of the port's own taps."""
     rank = torch.distributed.get_rank()
-    own = {name: shards.held(hdf5.to_array(hdf5.storable(tensor))) for name, tensor in found.items()}
+    own = {name: shards.part_key(hdf5.to_array(hdf5.storable(tensor))) for name, tensor in found.items()}
     of_ranks = process_group.of_all_ranks(own)
     names = set(golden).intersection(*of_ranks)
     return {name: shards.part(name, golden[name], [one[name] for one in of_ranks], rank) for name in names}

@@ -30,7 +30,7 @@ CHECKSUMS = "MANIFEST.sha256"
 """The digests of the same files for `sha256sum -c`, which works without Layerproof."""
 CONTENTS = "archive.json"
 """In an archive: a list of every other file in it, with digest and size."""
-APART = ("archive/", "logs/archive/", "logs/export/", "logs/manifest.log", "README.md", MANIFEST, CHECKSUMS)
+NOT_LISTED = ("archive/", "logs/archive/", "logs/export/", "logs/manifest.log", "README.md", MANIFEST, CHECKSUMS)
 """Files that are not listed: those written after or by the manifest, and those that ship with the repository."""
 
 
@@ -129,7 +129,7 @@ def _checkpoint(results: Path) -> dict[str, str]:
 
 def _files(results: Path) -> list[str]:
     names = (str(path.relative_to(results)) for path in sorted(results.rglob("*")) if path.is_file())
-    return [name for name in names if not name.startswith(APART) and not name.endswith(".tmp")]
+    return [name for name in names if not name.startswith(NOT_LISTED) and not name.endswith(".tmp")]
 
 
 def _describe(path: Path) -> dict[str, Any]:

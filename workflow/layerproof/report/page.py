@@ -46,7 +46,7 @@ def render(
     plots: Mapping[str, Path],
     unused: Sequence[str],
     audit: Mapping[str, Any],
-    trimmed: Sequence[Mapping[str, Any]],
+    pruned: Sequence[Mapping[str, Any]],
     preflights: Sequence[Mapping[str, Any]],
     config: Config,
     software: Mapping[str, str],
@@ -55,7 +55,7 @@ def render(
 
     `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of
     results/verdicts.json, results/compare, results/compare/chain and results/diagnosis. `plots` are SVG files by stage,
-    plus `map` and `depth`. `unused` names the tensors of the checkpoint that no stage loads. `audit`, `trimmed` and
+    plus `map` and `depth`. `unused` names the tensors of the checkpoint that no stage loads. `audit`, `pruned` and
     `preflights` (golden, port) are the contents of the files of that name. `software` are the versions on this host.
     """
     jinja = Environment(
@@ -81,7 +81,7 @@ def render(
         logits=_logits(comparisons, chains),
         stages=[_stage(one, by_stage.get(one["stage"]), chains, images, limit) for one in comparisons],
         chains=chains,
-        audit=report_weights.section(audit, trimmed),
+        audit=report_weights.section(audit, pruned),
         limit=limit,
         config=yaml.safe_dump(as_json(config), sort_keys=False, allow_unicode=True),
         preflights=preflights,

@@ -8,7 +8,7 @@ from layerproof.files import size
 from layerproof.model.stages import layer_of, ranges
 
 
-def section(audit: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def section(audit: Mapping[str, Any], pruned: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The content of results/audit.json for the report.
 
     It has `rows` for the table of weights, `findings` and `notes` as sentences, what the `run` needs, and `machines`.
@@ -24,7 +24,7 @@ def section(audit: Mapping[str, Any], trimmed: Sequence[Mapping[str, Any]]) -> d
             "Port, largest stage": size(run["port"]),
             "Tensors of this run in results/": size(run["files"]),
             "Of these kept with compare.taps: auto, if all stages pass": size(run["kept"]),
-            **_dropped([one for stage in trimmed for one in stage["files"].values()]),
+            **_freed([one for stage in pruned for one in stage["files"].values()]),
         },
         "machines": run["machines"],
     }
@@ -43,7 +43,7 @@ def lines(section: Mapping[str, Any]) -> Iterator[str]:
         yield f"{row['machine']}, {row['side']}: a stage {stage}; the whole model {whole} ({row['devices']} devices have it)"
 
 
-def _dropped(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
+def _freed(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
     """By how much pruning made files smaller."""
     if not files:
         return {}

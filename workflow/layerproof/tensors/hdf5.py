@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 20
 
-HELD, CONVERSION, COMPILED, RANKS = "held", "conversion", "compiled", "ranks"
+WEIGHTS, CONVERSION, COMPILED, RANKS = "held", "conversion", "compiled", "ranks"
 """Names of JSON documents in files.
 
-HELD is in a golden's file: dtypes and shapes of the weights in memory. The others are in a port's file: how its weights
+WEIGHTS is in a golden's file: dtypes and shapes of the weights in memory. The others are in a port's file: how its weights
 were converted, what compiling changed, and how its ranks differ.
 """
 

@@ -78,18 +78,18 @@ class Tensor:
         return "float" if "float" in self.dtype else "integer"
 
     def read(self, batch: slice, seq: slice) -> np.ndarray:
-        """Reads the stored values of a block of tokens, as [tokens, features]."""
+        """Reads the raw values of a block of tokens, as [tokens, features]."""
         block = self.data[batch, seq]
         return block.reshape(block.shape[0] * block.shape[1], math.prod(block.shape[2:]))
 
-    def floats(self, stored: np.ndarray) -> np.ndarray:
-        """Converts stored values to fp64, in the same shape."""
+    def floats(self, raw: np.ndarray) -> np.ndarray:
+        """Converts raw values to fp64, in the same shape."""
         with np.errstate(invalid="ignore"):  # a signalling NaN in the data is not an error
-            return self.as_numpy(stored).astype(np.float64)
+            return self.as_numpy(raw).astype(np.float64)
 
-    def as_numpy(self, stored: np.ndarray) -> np.ndarray:
-        """Converts stored values to a dtype that numpy can compute with, in the same shape."""
-        return (stored.astype(np.uint32) << 16).view(np.float32) if self.dtype == "bfloat16" else stored
+    def as_numpy(self, raw: np.ndarray) -> np.ndarray:
+        """Converts raw values to a dtype that numpy can compute with, in the same shape."""
+        return (raw.astype(np.uint32) << 16).view(np.float32) if self.dtype == "bfloat16" else raw
 
 
 def bf16_ulp(values: np.ndarray) -> np.ndarray:

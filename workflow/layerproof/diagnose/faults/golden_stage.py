@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from layerproof.errors import StageError
-from layerproof.golden.stage import widened, with_weights
+from layerproof.golden.stage import raw_weight, with_weights
 from layerproof.golden.transformers_stage import MODULE_TAPS, run_stage, stage_module
 from layerproof.model.stages import layer_of
 from layerproof.taps import OUT, Edit
@@ -87,8 +87,8 @@ class GoldenStage:
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _edits: dict[str, Edit] = field(default_factory=dict)
     _attention: Callable[[Callable], Callable] | None = None
-    made: dict[str, list] = field(default_factory=dict)
-    """State that faults of one type leave for each other by tap, so that two of them can be made at once."""
+    rotations: dict[str, list] = field(default_factory=dict)
+    """Changed rotations by tap, in the order of the faults that made them: each starts from the one before."""
     _originals: dict[tuple[nn.Module, str], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -117,7 +117,7 @@ class GoldenStage:
         Raises:
             NotApplicable: if one of the faults cannot be made here.
         """
-        with self._made(faults):
+        with self._with(faults):
             x = self.x if x is None else x
             if self.model.dtype == torch.float32:  # faults compute with forced taps and weights in one dtype
                 forced = {name: tap.float() if tap.is_floating_point() else tap for name, tap in forced.items()}
@@ -130,14 +130,14 @@ class GoldenStage:
             )
 
     @contextlib.contextmanager
-    def _made(self, faults: Sequence[Fault]) -> Iterator[None]:
+    def _with(self, faults: Sequence[Fault]) -> Iterator[None]:
         with contextlib.ExitStack() as self._stack:
             try:
                 for fault in faults:
                     fault.make(self)
                 yield
             finally:
-                self._edits, self._attention, self.made, self._originals = {}, None, {}, {}
+                self._edits, self._attention, self.rotations, self._originals = {}, None, {}, {}
 
     # Building blocks of faults
 
@@ -202,7 +202,7 @@ class GoldenStage:
         """Replaces a parameter or buffer by `make` of it; its shape must stay the same."""
         if getattr(module, name, None) is None:
             raise NotApplicable(f"{type(module).__name__} has no {name}")
-        old = widened(module, name)
+        old = raw_weight(module, name)
         self._originals.setdefault((module, name), old)
         new = make(old)
         if new.shape != old.shape:
@@ -220,7 +220,7 @@ class GoldenStage:
 
     def original(self, module: nn.Module, name: str) -> torch.Tensor:
         """A parameter or buffer as it was before any fault."""
-        return self._originals.get((module, name), widened(module, name))
+        return self._originals.get((module, name), raw_weight(module, name))
 
     def neighbour(self, offset: int, path: str) -> nn.Module:
         """The module of this name in the layer `offset` further on, with its weights."""

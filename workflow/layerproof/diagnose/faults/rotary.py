@@ -82,7 +82,7 @@ def before_rotation(tap: str, rotated: torch.Tensor, seen: Seen, normed: bool = 
 
 def rotate_by(stage: GoldenStage, tap: str, change: Callable[[Rotation], Rotation | None]) -> None:
     """Rotates the tap by a changed rotation, on top of the changes of other faults; None rotates nothing."""
-    others = stage.made.setdefault(tap, [])
+    others = stage.rotations.setdefault(tap, [])
     is_first = not others
     rotation = others[-1] if others else rotation_of(stage)
     changed = rotation and change(rotation)
