@@ -264,7 +264,7 @@ WRONG = {
     "unknown nested key": (changed(port__modul="a.py"), ["port.modul: unknown key", 'Did you mean "module"?']),
     "unknown key like no other": (changed(golden__xyz=1), ["golden.xyz: unknown key", "The keys are mode, device_map"]),
     "number that is a text": (changed(inputs__max_tokens="512"), ["inputs.max_tokens: '512' must be an integer"]),
-    "text that is a number": (changed(port__module=3), ["port.module: 3 must be a text", "Python file"]),
+    "text that is a number": (changed(port__module=3), ["port.module: 3 must be a string", "Python file"]),
     "integer that is a boolean": (changed(inputs__max_tokens=True), ["inputs.max_tokens: True must be an integer"]),
     "section that is a list": (changed(golden=[1]), ["golden: [1] must be a section of keys"]),
     "section that is empty": (changed(golden=None), ["golden: None must be a section of keys"]),
@@ -278,7 +278,7 @@ WRONG = {
     "a map of nothing": (changed(golden__device_map={}), ["golden.device_map: {}"]),
     "a map to a list": (
         changed(golden__device_map={"": [1]}),
-        ["golden.device_map.: [1] must be a text or an integer"],
+        ["golden.device_map.: [1] must be a string or an integer"],
     ),
     "a map to nowhere": (changed(golden__device_map={"": "nix"}), ["golden.device_map.: 'nix'", "cuda:N, cpu or disk"]),
     "integer with a point": (changed(stages_per_job=2.0), ["stages_per_job: 2.0 must be an integer"]),
@@ -298,10 +298,10 @@ WRONG = {
     "chain out of range": (changed(chains=["0-6"]), ['chains: "0-6"', "6 layers"]),
     "chain outside the layers": (changed(layers="0-2", chains=["2-4"]), ['chains: "2-4" runs layer_003', '"0-2"']),
     "chain of all outside": (changed(layers="0-2"), ['chains: "all" runs layer_003', '"0-2", or chains: []']),
-    "chain that is a number": (changed(chains=[0]), ["chains.0: 0 must be a text", 'each a text in quotes: "0-5"']),
+    "chain that is a number": (changed(chains=[0]), ["chains.0: 0 must be a string", 'each a string in quotes: "0-5"']),
     "limit that is no number": (
         changed(compare__limit=float("nan")),
-        ["compare.limit: JSON has no such value as nan."],
+        ["compare.limit: JSON cannot express nan."],
     ),
     "limit that YAML takes for text": (
         changed(compare__limit="1e1"),
@@ -309,11 +309,11 @@ WRONG = {
     ),
     "date in options": (
         changed(port__options={"list": [{"day": datetime.date(2026, 1, 1)}]}),
-        ["port.options.list.0.day: JSON has no such value as datetime.date(2026, 1, 1)."],
+        ["port.options.list.0.day: JSON cannot express datetime.date(2026, 1, 1)."],
     ),
     "compiled without a device": (
         changed(port__backend="nxdi", port__compile="xla", port__nxdi={"cpu_mode": True}),
-        ["port.compile: NxD's CPU mode has no XLA device", "Turn it or port.nxdi.cpu_mode off"],
+        ["port.compile: NxD's CPU mode has no XLA device", "port.nxdi.cpu_mode: false"],
     ),
     "ranks of a model that one has whole": (
         changed(port__backend="transformers", parallel__tp=2),
@@ -321,17 +321,20 @@ WRONG = {
     ),
     "ranks compiled for one core": (
         changed(port__compile="neuron", parallel__tp=2),
-        ["port.compile: neuron compiles for one core. With parallel.tp write xla", "port.captured"],
+        ["port.compile: neuron compiles for one core, but parallel.tp is", "port.captured"],
     ),
     "too large": (changed(stages_per_job=65), ["stages_per_job: 65 must be at most 64"]),
     "no rank at all": (changed(parallel__tp=0), ["parallel.tp: 0 must be at least 1"]),
     "compiled for another device than it runs on": (
         changed(port__compile="neuron", port__device="CPU"),
-        ["port.compile: what neuron compiles runs on Neuron, and port.device is CPU", "Write port.device: NEURON"],
+        [
+            "port.compile: stages compiled by neuron run only on Neuron, but port.device is CPU",
+            "Write port.device: NEURON",
+        ],
     ),
     "a stored golden and no place for it": (
         changed(golden__mode="stored"),
-        ["golden.storage: golden.mode stored imports the golden from there", "Name s3://BUCKET/FOLDER"],
+        ["golden.storage: is missing, but golden.mode stored imports", "Write s3://BUCKET/FOLDER"],
     ),
     "a place for the golden that every host has its own of": (
         changed(golden__storage="/data/golden"),
@@ -358,9 +361,12 @@ WRONG = {
     "no such prompts": (changed(inputs__prompts="no.txt"), ["inputs.prompts: no.txt does not exist", "Name an"]),
     "prompts are a folder": (changed(inputs__prompts="workflow"), ["inputs.prompts: workflow"]),
     "no such ids": (changed(inputs__prompts=None, inputs__token_ids="no.json"), ["inputs.token_ids: no.json"]),
-    "both inputs": (changed(inputs__token_ids="config.yaml"), ["inputs: give exactly one", "set the other to null"]),
-    "no input": (changed(inputs__prompts=None), ["inputs: give exactly one of prompts and token_ids"]),
-    "port of text": (changed(port__module="README.md"), ["port.module: README.md is not a Python file", "Name one"]),
+    "both inputs": (changed(inputs__token_ids="config.yaml"), ["inputs: set exactly one", "the other to null"]),
+    "no input": (changed(inputs__prompts=None), ["inputs: set exactly one of prompts and token_ids"]),
+    "port of text": (
+        changed(port__module="README.md"),
+        ["port.module: README.md is not a Python file", "Name a Python file"],
+    ),
     "no such port": (changed(port__module="ports/gone.py"), ["port.module: ports/gone.py does not exist", "Name a"]),
     "no inputs": (without("inputs"), ["inputs: is missing. What the model reads."]),
 }
@@ -400,15 +406,15 @@ def test_a_users_checkpoint_tells_its_number_of_layers(tmp_path):
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({}, ["config.json: is not there", "model.checkpoint must"]),
+        ({}, ["config.json: does not exist", "model.checkpoint must"]),
         ({"config__json": "{"}, ["config.json: is not JSON", "Copy the file again"]),
         ({"config__json": []}, ["config.json: is not a JSON object", "Copy the file again"]),
-        ({"config__json": {"text_config": "none"}}, ["has no num_hidden_layers"]),
-        ({"config__json": {}}, ["model.checkpoint", "no num_hidden_layers", "Name a decoder"]),
-        ({"config__json": {"num_hidden_layers": 2}}, ["model.safetensors", "model.checkpoint must hold safetensors"]),
+        ({"config__json": {"text_config": "none"}}, ["num_hidden_layers is missing"]),
+        ({"config__json": {}}, ["model.checkpoint", "num_hidden_layers is missing", "Name a decoder"]),
+        ({"config__json": {"num_hidden_layers": 2}}, ["model.safetensors", "model.checkpoint must name safetensors"]),
         (
             {"config__json": {"num_hidden_layers": 2}, "pytorch_model__bin": "x"},
-            ["has neither", "model.checkpoint must hold safetensors"],
+            ["contains neither", "model.checkpoint must name safetensors"],
         ),
         (
             {"config__json": {"num_hidden_layers": 2}, "model__safetensors__index__json": "{"},
@@ -416,7 +422,7 @@ def test_a_users_checkpoint_tells_its_number_of_layers(tmp_path):
         ),
         (
             {"config__json": {"num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq"}}},
-            ["is quantized by gptq, which is not supported", "Name one in bf16 or fp8"],
+            ["is quantized by gptq, which is not supported", "Name a checkpoint in bf16 or fp8"],
         ),
     ],
 )
@@ -481,6 +487,6 @@ def test_snakemake_prints_the_line_and_runs_nothing(tmp_path, text, line):
 def test_s3_without_its_plugin_is_told_where_snakemake_is(monkeypatch):
     asked = changed(golden__storage="s3://bucket/folder")
     monkeypatch.setattr("layerproof.model.resolve.find_spec", lambda name: name == "snakemake" or None)
-    assert "golden.storage: S3 needs a plugin of Snakemake. Run make setup-s3." in message_of(asked)
+    assert "golden.storage: Snakemake's plugin for S3 is not installed. Run make setup-s3." in message_of(asked)
     monkeypatch.setattr("layerproof.model.resolve.find_spec", lambda name: None)
     assert resolve(asked).settings.golden.storage == "s3://bucket/folder", "as in an image"

@@ -539,7 +539,7 @@ def test_a_checkpoint_is_whole_or_is_told_of(tmp_path):
     check = preflight.check_checkpoint(tmp_path)
     assert check.status == "warn" and "is shorter than its header says" in check.text
     shard.unlink()
-    assert "is not there; the index names it" in preflight.check_checkpoint(tmp_path).text
+    assert "does not exist, but the index names it" in preflight.check_checkpoint(tmp_path).text
     others = sorted(tmp_path.glob("*.safetensors"))
     others[0].unlink()
     check = preflight.check_checkpoint(tmp_path)

@@ -172,10 +172,10 @@ def test_shards_in_a_folder_and_an_index_of_nothing_are_told(model):
     """A shard is known by its name, so one of a folder would be taken for one that is beside the index."""
     shard = shard_of(model, DOWN).name
     point_index(model, {DOWN: f"sub/{shard}"})
-    with pytest.raises(UserError, match=rf"names sub/{shard}, in a folder\. Put all shards beside the index\."):
+    with pytest.raises(UserError, match=rf"names sub/{shard} in another directory\. Put all shards beside the index\."):
         checkpoint.shards(model)
     (model / checkpoint.INDEX).write_text('{"weight_map": {}}')
-    with pytest.raises(UserError, match="names no tensor"):
+    with pytest.raises(UserError, match="lists no tensors"):
         checkpoint.shards(model)
 
 
@@ -193,7 +193,7 @@ def test_a_truncated_shard_fails_the_stages_whose_tensors_are_cut(model):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda path: path.unlink(), "is not there; the index names it. Copy the shard again."),
+        (lambda path: path.unlink(), "does not exist, but the index names it. Copy the shard again."),
         (lambda path: path.unlink() or path.mkdir(), "cannot be read (Is a directory). Copy the shard again."),
         (lambda path: path.write_bytes(b""), "has no readable header (truncated?). Copy the shard again."),
         (lambda path: os.truncate(path, 40), "has no readable header (truncated?). Copy the shard again."),
@@ -260,7 +260,10 @@ def test_a_tensor_of_the_wrong_shape_names_stage_and_tensor(model):
     edit(model, shard_of(model, DOWN).name, lambda held: held.update({DOWN: torch.ones(64, 95).bfloat16()}))
     with pytest.raises(StageError) as error:
         load(model, "layer_001", describe(model)["layer_001"])
-    assert str(error.value) == f"layer_001: {DOWN} has shape [64, 95] where config.json asks for [64, 96]."
+    assert (
+        str(error.value)
+        == f"layer_001: {DOWN} has shape [64, 95], but config.json requires [64, 96]. Copy the checkpoint again."
+    )
 
 
 def test_weights_that_are_nan_load_and_fail_the_comparison(model, tmp_path):
@@ -288,7 +291,7 @@ def test_pickle_is_refused(model):
     for path in model.glob("*.safetensors*"):
         path.unlink()
     (model / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
-    with pytest.raises(UserError, match=r"has neither .* model\.checkpoint must hold safetensors\.$"):
+    with pytest.raises(UserError, match=r"contains neither .* model\.checkpoint must name safetensors\.$"):
         describe(model)
 
 

@@ -62,7 +62,12 @@ def test_empty_lines_separate_prompts(tmp_path, text, prompts):
 
 @pytest.mark.parametrize(
     ("data", "told"),
-    [(b"", "holds no prompt"), (b"\n \r\n\n\t\n", "holds no prompt"), (b"caf\xe9", "UTF-8"), (None, "cannot be read")],
+    [
+        (b"", "contains no prompt"),
+        (b"\n \r\n\n\t\n", "contains no prompt"),
+        (b"caf\xe9", "UTF-8"),
+        (None, "cannot be read"),
+    ],
 )
 def test_unusable_prompts_are_refused_in_one_line(tmp_path, data, told):
     if data is not None:
@@ -86,13 +91,13 @@ def test_token_ids_are_read_up_to_the_ends_of_the_vocabulary(tmp_path):
         ("[]", "not a list of lists"),
         ("[1, 2]", "not a list of lists"),
         ("[[1], []]", "not a list of lists"),
-        ("[[1], [3, 97]]", "row 1 holds 97; ids are integers from 0 to 96"),
-        ("[[-1]]", "row 0 holds -1"),
-        ("[[1.0]]", "row 0 holds 1.0"),
-        ("[[true]]", "row 0 holds True"),
-        ('[["1"]]', "row 0 holds '1'"),
-        ("[[null]]", "row 0 holds None"),
-        ("[[[1]]]", r"row 0 holds \[1\]"),
+        ("[[1], [3, 97]]", "row 1 contains 97. Write integers from 0 to 96"),
+        ("[[-1]]", "row 0 contains -1"),
+        ("[[1.0]]", "row 0 contains 1.0"),
+        ("[[true]]", "row 0 contains True"),
+        ('[["1"]]', "row 0 contains '1'"),
+        ("[[null]]", "row 0 contains None"),
+        ("[[[1]]]", r"row 0 contains \[1\]"),
     ],
 )
 def test_unusable_token_ids_are_refused_in_one_line(tmp_path, text, told):
@@ -128,7 +133,7 @@ def test_both_inputs_are_cut_to_max_tokens(tmp_path, checkpoint, capsys):
         [1, 2, 3],
         [5, 0, 0],
     ]
-    assert "prompt 1: 4 tokens, cut to inputs.max_tokens, 3\n" in capsys.readouterr().out
+    assert "prompt 1: 4 tokens, cut to 3 (inputs.max_tokens)\n" in capsys.readouterr().out
 
 
 def test_a_byte_order_mark_is_passed_over(tmp_path):
@@ -146,7 +151,7 @@ def test_the_vocabulary_is_that_of_the_text_model(tmp_path, checkpoint):
 def test_a_checkpoint_without_tokenizer_is_refused_in_one_line(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(tiny.CONFIG))
-    with pytest.raises(UserError, match=r"has no usable tokenizer .* Give inputs\.token_ids instead") as error:
+    with pytest.raises(UserError, match=r"has no usable tokenizer .* Set inputs\.token_ids instead") as error:
         made(tmp_path, tmp_path / "model", prompts="one")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "tokens.json").exists()

@@ -36,13 +36,15 @@ def test_outputs_of_stages_are_found_among_all_that_is_captured(tmp_path):
 def test_two_files_for_a_stage_are_refused(tmp_path):
     for module in ("layers.0", "model.layers.0"):
         (tmp_path / name(module)).touch()
-    with pytest.raises(UserError, match=r"is the output of layer_000, as .* is\. Leave one"):
+    with pytest.raises(UserError, match=r"is the output of layer_000, and so is .*\. Remove one"):
         find(tmp_path)
 
 
 def test_a_folder_without_any_is_refused(tmp_path):
     (tmp_path / name("layers.0.mlp")).touch()
-    with pytest.raises(UserError, match=r"has no captured_tensors_cte_step_1_module_layers\.0_output\.pt"):
+    with pytest.raises(
+        UserError, match=r"contains no file such as captured_tensors_cte_step_1_module_layers\.0_output\.pt"
+    ):
         find(tmp_path)
 
 

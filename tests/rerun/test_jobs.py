@@ -560,12 +560,12 @@ def test_what_ends_a_job_is_in_its_log(tmp_path, capfd):
     """As well as on the terminal, where the command says it."""
 
     def fails():
-        raise UserError("prompts.txt: holds no prompt")
+        raise UserError("prompts.txt: contains no prompt")
 
     task = jobs.Task(Job("tokens", {}, {}, {}, "new", "", "new"), (), (tmp_path / "out",), fails, tmp_path / "log")
     with capfd.disabled(), pytest.raises(UserError):
         jobs.run_all([task])
-    assert "error: prompts.txt: holds no prompt" in (tmp_path / "log").read_text()
+    assert "error: prompts.txt: contains no prompt" in (tmp_path / "log").read_text()
 
 
 def record_of(name):

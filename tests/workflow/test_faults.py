@@ -306,8 +306,8 @@ def test_empty_prompts(workflow):
     workflow.configure(inputs={"prompts": "empty.txt", "token_ids": None})
     outcome = workflow.run(check=False)
     assert outcome.returncode != 0
-    assert "empty.txt: holds no prompt" in workflow.log("tokens") and "Traceback" not in workflow.log("tokens")
-    assert "empty.txt: holds no prompt" in outcome.text
+    assert "empty.txt: contains no prompt" in workflow.log("tokens") and "Traceback" not in workflow.log("tokens")
+    assert "empty.txt: contains no prompt" in outcome.text
 
 
 def test_a_side_that_the_host_cannot_run_is_told_before_its_jobs(workflow):

@@ -144,7 +144,10 @@ def test_what_cannot_be_done_is_told(swift, tmp_path):
     assert run.returncode and "error: config.yaml: golden.mode: stored imports the golden." in run.text
     hosts.golden.configure(golden={"storage": None})
     run = hosts.on_golden(check=False)
-    assert run.returncode and "error: config.yaml: golden.storage: export_golden puts the golden there." in run.text
+    assert (
+        run.returncode
+        and "error: config.yaml: golden.storage: is missing, but export_golden writes the golden there." in run.text
+    )
     storage = ("--default-storage-provider", "s3", "--default-storage-prefix", "s3://runs/four")
     run = hosts.on_golden(*storage, check=False, target="results/golden/embed.h5")
-    assert run.returncode and "error: --default-storage-provider: results/ has to be local." in run.text
+    assert run.returncode and "error: --default-storage-provider: results/ must be local." in run.text

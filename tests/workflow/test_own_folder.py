@@ -67,7 +67,7 @@ def test_init_overwrites_nothing(folder):
     (folder / "config.yaml").write_text("mine")
     command = ["layerproof", "init", str(folder)]
     outcome = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert outcome.returncode == 2 and "config.yaml: exists already" in outcome.stderr
+    assert outcome.returncode == 2 and "config.yaml: already exists" in outcome.stderr
     assert (folder / "config.yaml").read_text() == "mine"
 
 

@@ -29,7 +29,7 @@ ORDER = ("init", "run", "gate", "verify", "audit", "preflight", "why", "snakefil
 @functools.cache
 def parser() -> argparse.ArgumentParser:
     """The command line; every flag that names several files takes them one after the other."""
-    usage = "layerproof VERB ...    (layerproof VERB --help says more of each)"
+    usage = "layerproof VERB ...    (layerproof VERB --help describes each)"
     top = argparse.ArgumentParser("layerproof", usage, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--version", action="version", version=f"layerproof {__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", help=argparse.SUPPRESS)

@@ -101,22 +101,22 @@ class Golden(Section):
         ]
         | None
     ) = None
-    """Most memory that the full model may take on each device, the number of a GPU or cpu: {0: 70GiB, cpu: 200GiB}.
-    null means all of it."""
+    """Maximum memory of the full model on each device, the number of a GPU or cpu: {0: 70GiB, cpu: 200GiB}. null means
+    no limit."""
     offload_folder: NotEmpty | None = None
-    """Folder for the weights of the full model that fit on no device. Needed where device_map or max_memory leave
-    some over."""
+    """Folder for the weights of the full model that fit on no device. Required if device_map and max_memory leave no
+    room for some."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
-    """Where a streamed golden runs; auto means CUDA where there is a GPU, and the CPU otherwise."""
+    """Where a streamed golden runs; auto means CUDA if there is a GPU, otherwise the CPU."""
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    """Type of the golden's weights and activations along its own trajectory. The truth is always fp32, so an fp32
+    """Dtype of the golden's weights and activations along its own trajectory. The truth is always fp32, so an fp32
     golden would have no error to measure the port's error with."""
     attn_implementation: Literal["eager", "sdpa"] | None = None
     """transformers' attention implementation; null leaves the choice to transformers."""
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] | None = None
     """transformers' experts implementation; null leaves the choice to transformers."""
     storage: Annotated[str, Limit(pattern="^[a-z0-9]+://[^{}?#/][^{}?#]*[^{}?#/]$")] | None = None
-    """Where the golden is kept for hosts that share no file system with the one that makes it: s3://BUCKET/FOLDER, or
+    """Where the golden is stored for hosts that share no file system with the host that computes it: s3://BUCKET/FOLDER, or
     an address for another storage plugin of Snakemake."""
 
 
@@ -127,18 +127,18 @@ class Nxdi(Section):
     __pydantic_config__ = PYDANTIC
 
     causal_lm: str | None = None
-    """Class in port.module that names the others; null means the one NeuronXForCausalLM that it defines."""
+    """Class in port.module that names the others; null means the only NeuronXForCausalLM that the module defines."""
     neuron_config: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the model's NeuronConfig, except batch_size, seq_len, torch_dtype and tp_degree, which the run
     sets."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Attributes of the model's InferenceConfig that config.json lacks or has otherwise."""
+    """Attributes of the model's InferenceConfig that config.json lacks or that must differ from it."""
     taps: Mapping[str, NotEmpty | None] = field(default_factory=dict)
     """For models whose submodules do not have the library's names: canonical tap to the submodule of a layer whose
-    output it is, such as self_attn.q_norm, with [1] behind it for the second of several outputs. null leaves a tap
-    out that means another tensor in this model, such as queries that are scaled already."""
+    output it is, such as self_attn.q_norm; append [1] for the second of several outputs. null omits a tap that means
+    another tensor in this model, such as queries that are already scaled."""
     cpu_mode: bool = False
-    """NxD's own CPU mode (NXD_CPU_MODE, gloo), without XLA; port.device does not count then."""
+    """NxD's own CPU mode (NXD_CPU_MODE, gloo), without XLA; port.device is then ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,19 +157,19 @@ class Port(Section):
     device: Literal["auto", "CPU", "NEURON", "TPU"] = "auto"
     """PJRT device; auto means $PJRT_DEVICE, and CPU if that is not set."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the port's weights and activations."""
+    """Dtype of the port's weights and activations."""
     compile: Literal["xla", "neuron"] | None = None
-    """How stages are compiled before they run, on other values than those that they were traced on; the audit
-    compares them with the same stages uncompiled. xla: traced by torch-xla. neuron: traced by torch_neuronx and
+    """How stages are compiled before they run. They are traced on other values than they run on, and the audit compares
+    them with the same stages uncompiled. xla: traced by torch-xla. neuron: traced by torch_neuronx and
     compiled by neuronx-cc. null: they run as they are. With parallel.tp, which neuron does not support, stages run as
     they are, and the audit says whether all ranks have one graph."""
     compiler_flags: Sequence[str] = ("--auto-cast=none",)
-    """Flags of neuronx-cc, with port.compile neuron. Each is one text, with its value behind an equals sign."""
+    """Flags of neuronx-cc, with port.compile neuron. Each is one string, with its value after an equals sign."""
     captured: NotEmpty | None = None
     """Folder of tensors that NxD Inference captured from the whole compiled model. They are compared as a chain named
     captured (docs/nxdi.md)."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Handed to the port as it is."""
+    """Passed to the port unchanged."""
     nxdi: Nxdi = field(default_factory=Nxdi)
     """How a model of NxD Inference is run, with backend nxdi (docs/nxdi.md)."""
 
@@ -182,8 +182,8 @@ class Parallel(Section):
 
     tp: Annotated[int, Limit(ge=1)] = 1
     """Ranks that a stage of the port is split over, by tensor parallelism: one process per rank on one host, as
-    torchrun starts them, on Neuron with a core each. On the CPU they run without XLA, whose CPU client knows no other
-    process."""
+    torchrun starts them, on Neuron with one core each. On the CPU they run without XLA, whose CPU client supports only
+    one process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +197,9 @@ class Compare(Section):
     worst token, channel block, head and expert. R is the port's error in units of the golden's own
     (docs/verdicts.md)."""
     taps: Literal["all", "auto"] = "all"
-    """Which taps stay in results/ after a stage was compared and diagnosed. all keeps every tap. auto keeps all taps
-    of stages that do not pass, and the outputs and all statistics of the others; an edit of the port then runs the
-    golden again, too, for the stages that it touches."""
+    """Which taps stay in results/ after a stage is compared and diagnosed. all keeps every tap. auto keeps all taps
+    of stages that do not pass, and the outputs and all statistics of the others; an edit of the port then also
+    reruns the golden of the stages that it affects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ class Config(Section):
     """Layers to port and compare: all, 3 or 0-5,30. embed belongs to the first layer, norm and lm_head to the
     last."""
     chains: Sequence[str] | None = None
-    """Ranges of stages that the port runs on its own outputs, each a text in quotes: "0-5" or "3" for layers, all
+    """Ranges of stages that the port runs on its own outputs, each a string in quotes: "0-5" or "3" for layers, all
     from the token ids to the logits. null means [all], or [] if layers is not all."""
     golden: Golden = field(default_factory=Golden)
     """The trusted model."""
@@ -241,9 +241,9 @@ class Config(Section):
     parallel: Parallel = field(default_factory=Parallel)
     """How the port is spread over ranks (docs/ports.md)."""
     stages_per_job: Annotated[int, Limit(ge=1, le=64)] = 16
-    """Most stages that one job runs, one after the other, in one process. Each stage keeps its own files, log and
-    record, and runs only if it must. A golden job runs consecutive stages; a job of the port or of a diagnosis runs
-    stages of one kind. A stage that is asked for alone runs alone."""
+    """Maximum number of stages that one job runs, one after the other, in one process. Each stage keeps its own files,
+    log and record, and runs only if it must. A golden job runs consecutive stages; a job of the port or of a diagnosis runs
+    stages of one kind. A stage that you request alone runs alone."""
     compare: Compare = field(default_factory=Compare)
     """How verdicts are reached."""
     containers: Containers = field(default_factory=Containers)
@@ -343,7 +343,7 @@ def _check_plain(value: Any, key: str = "") -> None:
             canonical_json(value)
         except (TypeError, ValueError):
             raise UserError(
-                f"config.yaml: {key}: JSON has no such value as {value!r}. Write a number, a text or a list."
+                f"config.yaml: {key}: JSON cannot express {value!r}. Write a number, a string or a list."
             ) from None
 
 
@@ -402,7 +402,7 @@ def _explain(error: Mapping[str, Any], raw: Mapping[str, Any]) -> str:
 
 
 def _either(types: Iterable[str]) -> str:
-    names = {"object": "a section of keys", "array": "a list", "string": "a text", "boolean": "true or false"}
+    names = {"object": "a section of keys", "array": "a list", "string": "a string", "boolean": "true or false"}
     return " or ".join(names.get(one, f"{'an' if one == 'integer' else 'a'} {one}") for one in types if one != "null")
 
 

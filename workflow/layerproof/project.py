@@ -34,34 +34,34 @@ def add_verbs(verbs: Verbs) -> None:
         init,
         "Writes a folder to start from: a commented config.yaml, a port to fill in, and prompts.",
         example="layerproof init my-port && cd my-port && layerproof run",
-        exits="0 if the folder was written; 2 if it has files of these names already",
+        exits="0 if the folder was written; 2 if a file of that name already exists",
     )
     verb.add_argument("directory", type=Path)
     verb = add_person_verb(
         verbs,
         "run",
         run,
-        "Runs the workflow in this folder, up to results/report.html or to the files that are named. Options behind -- are "
-        "snakemake's: layerproof run -- --dry-run.",
+        "Runs the workflow in this folder, up to results/report.html or to the files that you name. Options after -- go "
+        "to snakemake: layerproof run -- --dry-run.",
         example="layerproof run results/compare/layer_003.json --cores 4",
-        exits="those of snakemake: 0 if every file was made, also if the port fails parity; 1 if a job failed",
+        exits="that of snakemake: 0 if every file was written, even if the port fails parity; 1 if a job failed",
     )
-    verb.add_argument("targets", nargs="*", help="files to make, in place of results/report.html")
-    verb.add_argument("--cores", default="all", help="how many jobs may run at once (all: one for each core)")
+    verb.add_argument("targets", nargs="*", help="files to write, instead of results/report.html")
+    verb.add_argument("--cores", default="all", help="number of cores that jobs may use together (all: every core)")
     verb = add_person_verb(
         verbs,
         "why",
         why,
-        "Says why the job that made a file would run again: settings, code, inputs, or a damaged output.",
+        "Says why the job that wrote a file would run again: settings, code, inputs, or a damaged output.",
         example="layerproof why results/port/layer_003.h5",
-        exits="0 if the file is up to date; 1 if its job would run; 2 if no job made it",
+        exits="0 if the file is up to date; 1 if its job would run; 2 if no job wrote it",
     )
     verb.add_argument("file", type=Path, help="a file under results/")
     add_person_verb(
         verbs,
         "snakefile",
         snakefile,
-        "Prints the path of the Snakefile, for snakemake -s and for module: in a workflow of one's own.",
+        "Prints the path of the Snakefile, for snakemake -s and for module: in your own workflow.",
         example='snakemake -s "$(layerproof snakefile)" --directory . --cores 1',
         exits="0",
     )
@@ -71,19 +71,19 @@ def init(args: argparse.Namespace) -> None:
     files = sorted(path for path in STARTER.iterdir() if path.is_file())
     there = [args.directory / path.name for path in files if (args.directory / path.name).exists()]
     if there:
-        raise UserError(f"{there[0]}: exists already. Name another folder, or remove the file.")
+        raise UserError(f"{there[0]}: already exists. Name another folder, or remove the file.")
     args.directory.mkdir(parents=True, exist_ok=True)
     for path in files:
         shutil.copy(path, args.directory / path.name)
     print(
-        f"{args.directory}: has {', '.join(path.name for path in files)}. Next: cd {args.directory} && layerproof run"
+        f"{args.directory}: wrote {', '.join(path.name for path in files)}. Next: cd {args.directory} && layerproof run"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     rest = args.behind_dashes
     if not Path("config.yaml").exists() and not any(one.startswith("--configfile") for one in rest):
-        raise UserError("config.yaml: does not exist in this folder. Write one with: layerproof init FOLDER")
+        raise UserError("config.yaml: does not exist in this directory. Write one with: layerproof init FOLDER")
     command = [
         sys.executable,
         "-m",
@@ -122,7 +122,7 @@ def _record_of(file: Path) -> Record:
         record = Record.read(path)
         if record is not None and str(file) in record.outputs:
             return record
-    raise UserError(f"{file}: no job has made it. Run layerproof run {file}.")
+    raise UserError(f"{file}: no job has written it. Run layerproof run {file}.")
 
 
 def _values_now(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -183,10 +183,12 @@ def in_storage(name):
 def all_that_is_exported(wildcards):
     if IMPORTS_GOLDEN:
         sys.exit(
-            "error: config.yaml: golden.mode: stored imports the golden. Run snakemake export_golden where it is made."
+            "error: config.yaml: golden.mode: stored imports the golden. Run snakemake export_golden on the host that computes it."
         )
     if not EXPORTS_GOLDEN:
-        sys.exit("error: config.yaml: golden.storage: export_golden puts the golden there. Name s3://BUCKET/FOLDER.")
+        sys.exit(
+            "error: config.yaml: golden.storage: is missing, but export_golden writes the golden there. Write s3://BUCKET/FOLDER."
+        )
     return [in_storage(name) for name in ("preflight", *GOLDEN)]
 
 

@@ -8,7 +8,7 @@ from snakemake.utils import format as filled_in
 if workflow.storage_settings.default_storage_provider:
     # Of an output that a job may leave as it is, Snakemake 9.27 makes a copy first, on the local disk alone.
     sys.exit(
-        "error: --default-storage-provider: results/ has to be local. Leave it out; for hosts that share no file system there is "
+        "error: --default-storage-provider: results/ must be local. Omit the option; for hosts that share no file system, set "
         "golden.storage (docs/clusters.md)."
     )
 

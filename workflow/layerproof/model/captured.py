@@ -27,12 +27,12 @@ def find(folder: Path) -> dict[str, Path]:
             stage = layer_stage(int(layer)) if layer else NORM if match["norm"] else EMBED
             if stage in found:
                 raise UserError(
-                    f"{path}: is the output of {stage}, as {found[stage].name} is. Leave one of them there."
+                    f"{path}: is the output of {stage}, and so is {found[stage].name}. Remove one of the two files."
                 )
             found[stage] = path
     if not found:
         raise UserError(
-            f"{folder}: has no captured_tensors_cte_step_1_module_layers.0_output.pt or the like. Name embed_tokens, "
+            f"{folder}: contains no file such as captured_tensors_cte_step_1_module_layers.0_output.pt. List embed_tokens, "
             "layers.0 and so on, and norm in modules_to_capture (docs/nxdi.md)."
         )
     return found

@@ -83,7 +83,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except FileNotFoundError:
-        raise UserError(f"{path}: is not there. model.checkpoint must name a transformers checkpoint.") from None
+        raise UserError(f"{path}: does not exist. model.checkpoint must name a transformers checkpoint.") from None
     except ValueError as error:
         raise UserError(f"{path}: is not JSON ({error}). Copy the file again.") from None
     if not isinstance(config, dict):
@@ -101,7 +101,7 @@ def num_layers(config: Mapping[str, Any]) -> int:
         if isinstance(part, dict) and isinstance(part.get("num_hidden_layers"), int):
             return part["num_hidden_layers"]
     raise UserError(
-        "config.yaml: model.checkpoint: its config.json has no num_hidden_layers. "
+        "config.yaml: model.checkpoint: num_hidden_layers is missing in its config.json. "
         "Name a decoder such as Llama, Qwen, Gemma, DeepSeek, gpt-oss or MiniMax."
     )
 
@@ -119,13 +119,15 @@ def shards(directory: Path) -> list[str]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{directory / INDEX}: cannot be read ({error}). Copy the file again.") from None
         if not names:
-            raise UserError(f"{directory / INDEX}: names no tensor. Copy the file again.")
+            raise UserError(f"{directory / INDEX}: lists no tensors. Copy the file again.")
         if elsewhere:
-            raise UserError(f"{directory / INDEX}: names {elsewhere[0]}, in a folder. Put all shards beside the index.")
+            raise UserError(
+                f"{directory / INDEX}: names {elsewhere[0]} in another directory. Put all shards beside the index."
+            )
         return names
     if (directory / SINGLE).exists():
         return [SINGLE]
-    raise UserError(f"{directory}: has neither {INDEX} nor {SINGLE}. model.checkpoint must hold safetensors.")
+    raise UserError(f"{directory}: contains neither {INDEX} nor {SINGLE}. model.checkpoint must name safetensors.")
 
 
 def read_shard_header(path: Path) -> dict[str, TensorOnDisk]:
@@ -154,10 +156,12 @@ def read_shard_header(path: Path) -> dict[str, TensorOnDisk]:
         for tensor in found.values():
             of_one = itemsize(tensor.dtype)  # 0 for half-byte dtypes, which no stage uses
             if of_one and tensor.end - tensor.start != math.prod(tensor.shape) * of_one:
-                raise StageError(f"{path}: {tensor.name} has not the bytes of its shape. Copy the shard again.")
+                raise StageError(
+                    f"{path}: {tensor.name} has the wrong byte length for its shape. Copy the shard again."
+                )
         return found
     except FileNotFoundError:
-        raise StageError(f"{path}: is not there; the index names it. Copy the shard again.") from None
+        raise StageError(f"{path}: does not exist, but the index names it. Copy the shard again.") from None
     except OSError as error:
         raise StageError(f"{path}: cannot be read ({error.strerror}). Copy the shard again.") from None
     except (struct.error, ValueError, MemoryError, OverflowError, AttributeError, TypeError, KeyError, IndexError):

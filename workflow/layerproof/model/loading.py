@@ -68,7 +68,9 @@ def meta_model(
                 config, dtype=dtype or torch.float32, trust_remote_code=trust_remote_code, **implementations
             )
     except (ValueError, TypeError, KeyError, ImportError) as error:
-        raise UserError(f"{directory / CONFIG}: transformers cannot build this model ({error}).") from error
+        raise UserError(
+            f"{directory / CONFIG}: transformers cannot build this model ({error}). Correct the file or update transformers."
+        ) from error
     return model.eval()
 
 
@@ -160,8 +162,8 @@ def parts_of(model: PreTrainedModel) -> Parts:
     norm = next((getattr(decoder, name) for name in NORMS if hasattr(decoder, name)), None)
     if head is None or norm is None or not hasattr(decoder, "layers"):
         raise UserError(
-            f"config.yaml: model.checkpoint: {type(model).__name__} is not made of an embedding, layers, a norm and a head, "
-            f"so it cannot be cut in stages. Name a decoder such as Llama, Qwen, Gemma, DeepSeek, gpt-oss or MiniMax."
+            f"config.yaml: model.checkpoint: {type(model).__name__} does not consist of an embedding, layers, a norm and a "
+            "head, so it has no stages. Name a decoder such as Llama, Qwen, Gemma, DeepSeek, gpt-oss or MiniMax."
         )
     layers = cast("torch.nn.Module", decoder.layers)
     inside = set(layers.children())  # exclude them: walking all layers at each call is slow
@@ -222,8 +224,8 @@ def _dequantizing(config: Any) -> Any:
         raise UserError(f"config.json: quantization_config: transformers cannot read it ({error}).") from error
     if not hasattr(dequantized, "dequantize"):
         raise UserError(
-            f"config.json: quantization_config: transformers cannot dequantize {settings.get('quant_method')} while it "
-            "loads. Name a checkpoint in FP8 or one that is not quantized."
+            f"config.json: quantization_config: transformers cannot dequantize {settings.get('quant_method')} while "
+            "loading. Name a checkpoint in FP8, or one that is not quantized."
         )
     dequantized.dequantize = True  # as transformers does on a CPU, but without searching for a GPU
     return dequantized
@@ -325,7 +327,9 @@ def load_stage(
         raise StageError(f"{stage}: the checkpoint {directory} lacks {', '.join(missing)}. Copy it again.")
     if loading.mismatched_keys:
         name, found, wanted = sorted(loading.mismatched_keys)[0]
-        raise StageError(f"{stage}: {name} has shape {list(found)} where config.json asks for {list(wanted)}.")
+        raise StageError(
+            f"{stage}: {name} has shape {list(found)}, but config.json requires {list(wanted)}. Copy the checkpoint again."
+        )
     if loading.conversion_errors:
         name, message = sorted(loading.conversion_errors.items())[0]
         raise StageError(f"{stage}: {name} cannot be converted ({first_line(message)}).")
@@ -440,7 +444,9 @@ class _OneExpertAtATime(WeightConverter):
                 if name not in stacked:
                     stacked[name] = part.new_empty(number, *part.shape[1:])
                 if part[0].shape != stacked[name][expert].shape:
-                    shapes = f"{list(part[0].shape)} where those before it have {list(stacked[name][expert].shape)}"
+                    shapes = (
+                        f"{list(part[0].shape)}, but the experts before it have {list(stacked[name][expert].shape)}"
+                    )
                     raise StageError(f"{name}: expert {expert} has shape {shapes}. Copy the checkpoint again.")
                 stacked[name][expert] = part[0]
         return stacked

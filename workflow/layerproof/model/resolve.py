@@ -54,7 +54,7 @@ def resolve(raw: Mapping[str, Any]) -> Run:
     if method != "fp8":
         raise UserError(
             f"config.yaml: model.checkpoint: {directory} is quantized by {method}, which is not supported. "
-            "Name one in bf16 or fp8."
+            "Name a checkpoint in bf16 or fp8."
         )
     num_layers = checkpoint.num_layers(described)
     checkpoint.shards(directory)
@@ -91,7 +91,7 @@ def _chains(
         outside = [stage for stage in members if stage not in selected]
         if outside:
             raise UserError(
-                f'config.yaml: chains: "{chain}" runs {outside[0]}, which layers: "{written}" leaves out. '
+                f'config.yaml: chains: "{chain}" runs {outside[0]}, which layers: "{written}" excludes. '
                 f'Write layers: "all", a chain of layers such as "{layers[0]}-{layers[-1]}", or chains: [].'
             )
     return chains
@@ -107,13 +107,13 @@ def _captured(folder: str | None, selected: Sequence[str]) -> dict[str, Path]:
         return {}
     if not Path(folder).is_dir():
         raise UserError(
-            f"config.yaml: port.captured: {folder} is not a directory. Name the one that holds the captured tensors."
+            f"config.yaml: port.captured: {folder} is not a directory. Name the directory of the captured tensors."
         )
     found = captured.find(Path(folder))
     files = {stage: found[stage] for stage in selected if stage in found}
     if not files:
         raise UserError(
-            f"config.yaml: port.captured: {folder} has {stages.ranges(sorted(found))}, which layers leaves out. "
+            f"config.yaml: port.captured: {folder} contains only {stages.ranges(sorted(found))}, which layers excludes. "
             "Write layers: all."
         )
     return files
@@ -121,7 +121,7 @@ def _captured(folder: str | None, selected: Sequence[str]) -> dict[str, Path]:
 
 def _check_inputs(inputs: Inputs) -> None:
     if (inputs.prompts is None) == (inputs.token_ids is None):
-        raise UserError("config.yaml: inputs: give exactly one of prompts and token_ids, and set the other to null.")
+        raise UserError("config.yaml: inputs: set exactly one of prompts and token_ids, and the other to null.")
     for key, name in (("prompts", inputs.prompts), ("token_ids", inputs.token_ids)):
         if name is not None and not Path(name).is_file():
             raise UserError(f"config.yaml: inputs.{key}: {name} does not exist. Name an existing file.")
@@ -135,16 +135,17 @@ def _check_port(port: Port, tp: int) -> None:
         )
     if tp > 1 and port.compile == "neuron":
         raise UserError(
-            "config.yaml: port.compile: neuron compiles for one core. With parallel.tp write xla, which says whether "
-            "all ranks have one graph, or null; name what a whole compiled model gave in port.captured."
+            f"config.yaml: port.compile: neuron compiles for one core, but parallel.tp is {tp}. Write xla to check that all "
+            "ranks have the same graph, or null. To compare a compiled full model, name its tensors in port.captured."
         )
     if port.compile and port.backend == "nxdi" and port.nxdi.cpu_mode:
         raise UserError(
-            "config.yaml: port.compile: NxD's CPU mode has no XLA device to compile for. Turn it or port.nxdi.cpu_mode off."
+            "config.yaml: port.compile: NxD's CPU mode has no XLA device to compile for. Write port.compile: null, or "
+            "port.nxdi.cpu_mode: false."
         )
     if port.compile == "neuron" and port.device not in ("auto", "NEURON"):
         raise UserError(
-            f"config.yaml: port.compile: what neuron compiles runs on Neuron, and port.device is {port.device}. "
+            f"config.yaml: port.compile: stages compiled by neuron run only on Neuron, but port.device is {port.device}. "
             "Write port.device: NEURON, or port.compile: xla."
         )
     if port.backend != "transformers":
@@ -157,14 +158,17 @@ def _check_module(name: str) -> None:
     if (is_python or "/" in name) and not exists:
         raise UserError(f"config.yaml: port.module: {name} does not exist. Name a Python file or a dotted module.")
     if exists and not is_python:
-        raise UserError(f"config.yaml: port.module: {name} is not a Python file. Name one, or a dotted module.")
+        raise UserError(
+            f"config.yaml: port.module: {name} is not a Python file. Name a Python file or a dotted module."
+        )
 
 
 def _check_storage(golden: Golden) -> None:
     if golden.mode == "stored" and golden.storage is None:
         raise UserError(
-            "config.yaml: golden.storage: golden.mode stored imports the golden from there. Name s3://BUCKET/FOLDER."
+            "config.yaml: golden.storage: is missing, but golden.mode stored imports the golden from there. Write "
+            "s3://BUCKET/FOLDER."
         )
     lacks_plugin = find_spec("snakemake") and not find_spec("snakemake_storage_plugin_s3")  # an image has no use for it
     if str(golden.storage).startswith("s3://") and lacks_plugin:
-        raise UserError("config.yaml: golden.storage: S3 needs a plugin of Snakemake. Run make setup-s3.")
+        raise UserError("config.yaml: golden.storage: Snakemake's plugin for S3 is not installed. Run make setup-s3.")

@@ -337,7 +337,7 @@ def save(model: Any, tokenizer: Tokenizer, directory: Path) -> None:
 
     made = sorted(path.name for path in directory.iterdir())
     if made != sorted(FILES):
-        raise RuntimeError(f"{directory}: made {', '.join(made)} and not {', '.join(sorted(FILES))}.")
+        raise RuntimeError(f"{directory}: contains {', '.join(made)} instead of {', '.join(sorted(FILES))}.")
 
 
 def _write_json(path: Path, value: dict) -> None:

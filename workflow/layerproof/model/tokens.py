@@ -54,7 +54,7 @@ def read_prompts(path: Path) -> list[str]:
         raise UserError(f"{path}: cannot be read as text ({error}). inputs.prompts must name a UTF-8 file.") from None
     prompts = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
     if not prompts:
-        raise UserError(f"{path}: holds no prompt. Write at least one, separated by empty lines.")
+        raise UserError(f"{path}: contains no prompt. Write at least one, and separate prompts by empty lines.")
     return prompts
 
 
@@ -68,14 +68,14 @@ def read_token_ids(path: Path, vocabulary: int) -> list[list[int]]:
         rows = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path}: cannot be read as JSON ({error}). inputs.token_ids must hold [[1, 2, 3], ...]."
+            f"{path}: cannot be read as JSON ({error}). inputs.token_ids must name a file with [[1, 2, 3], ...]."
         ) from None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
         raise UserError(f"{path}: is not a list of lists of token ids. Write [[1, 2, 3], [4, 5]].")
     for number, row in enumerate(rows):
         for value in row:
             if type(value) is not int or not 0 <= value < vocabulary:
-                raise UserError(f"{path}: row {number} holds {value!r}; ids are integers from 0 to {vocabulary - 1}.")
+                raise UserError(f"{path}: row {number} contains {value!r}. Write integers from 0 to {vocabulary - 1}.")
     return rows
 
 
@@ -108,14 +108,16 @@ def make(
             tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(
-                f"{directory}: has no usable tokenizer ({first_line(error)}). Give inputs.token_ids instead."
+                f"{directory}: has no usable tokenizer ({first_line(error)}). Set inputs.token_ids instead."
             ) from None
         rows = [tokenizer(text)["input_ids"] for text in texts]
         if not all(rows):
-            raise UserError(f"{prompts}: the tokenizer makes no token of prompt {rows.index([]) + 1}. Remove it.")
+            raise UserError(
+                f"{prompts}: the tokenizer returns no tokens for prompt {rows.index([]) + 1}. Remove that prompt."
+            )
         if tokenizer.pad_token_id in range(vocabulary):
             pad_id = tokenizer.pad_token_id
     for number, row in enumerate(rows, start=1):
         if len(row) > max_tokens:
-            print(f"prompt {number}: {len(row)} tokens, cut to inputs.max_tokens, {max_tokens}")
+            print(f"prompt {number}: {len(row)} tokens, cut to {max_tokens} (inputs.max_tokens)")
     write_json(output, {"ids": [row[:max_tokens] for row in rows], "pad_id": pad_id, "texts": texts})

@@ -31,10 +31,10 @@ def add_verbs(verbs: Verbs) -> None:
         example="layerproof make-tiny models/tiny --seed 1 --form fp8",
         exits="0 if the checkpoint was written",
     )
-    verb.add_argument("directory", type=Path, help="where to write the checkpoint; it is replaced if it exists")
+    verb.add_argument("directory", type=Path, help="where to write the checkpoint; an existing directory is replaced")
     verb.add_argument("--seed", type=int, default=0)
     text = (
-        "how the matrices are kept: bf16, or fp8 as MiniMax-M2 was released, with a scale for each block of 128 x 128"
+        "how to store the matrices: bf16, or fp8 as MiniMax-M2 was released, with a scale for each block of 128 x 128"
     )
     verb.add_argument("--form", choices=("bf16", "fp8"), default="bf16", help=text)
 
