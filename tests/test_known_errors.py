@@ -19,16 +19,16 @@ RECORDED = {
     "FileNotFoundError: [Errno 2] No such file or directory: 'libneuronpjrt-path'": "bin folder is not on PATH",
     "KeyError: 'xla'": "xla_backend was not imported",
     "AssertionError: Unknown backend type xla": "xla_backend was not imported",
-    "RuntimeError: XLA device not found": "There is no XLA device in this process",
-    "RuntimeError: PyTorch is not linked with support for xla devices": "There is no XLA device in this process",
-    "AttributeError: module 'torch' has no attribute 'xla'": "There is no XLA device in this process",
+    "RuntimeError: XLA device not found": "This process has no XLA device",
+    "RuntimeError: PyTorch is not linked with support for xla devices": "This process has no XLA device",
+    "AttributeError: module 'torch' has no attribute 'xla'": "This process has no XLA device",
     "ImportError: _XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN2at6native6einsum": "different releases",
-    "AssertionError: tensor model parallel group is already initialized": "initialised a second time",
-    "AssertionError: parallel_state is already initialized": "initialised a second time",
-    "AssertionError: intra_layer_model parallel group is not initialized": "before its parallel groups were there",
+    "AssertionError: tensor model parallel group is already initialized": "a second time",
+    "AssertionError: parallel_state is already initialized": "a second time",
+    "AssertionError: intra_layer_model parallel group is not initialized": "before initialising NxD's parallel groups",
     "ValueError: trying to initialize the default process group twice!": "is_initialized() first",
     "DistNetworkError: The server socket has failed to listen on any local network address. port: 29777, useIpv6: false, "
-    "code: -98, name: EADDRINUSE, message: address already in use": "listens at MASTER_PORT",
+    "code: -98, name: EADDRINUSE, message: address already in use": "listens on MASTER_PORT",
     "DistNetworkError: The client socket has timed out after 2000ms while trying to connect to (127.0.0.1, 29778).": (
         "No rank 0"
     ),
@@ -39,7 +39,7 @@ RECORDED = {
     "INFO   NRT:nrt_allocate_neuron_cores  Instance info:: device count:1 cores per device:2 architecture:TRN": None,
     "ERROR  TDRV:tdrv_get_dev_info    No neuron device available": "--device /dev/neuron0",
     "NRT:nrt_load_collectives  Unsupported topology. Supported number of Neuron Cores is 1, 2, 8, 16 or a multiple of 32.": (
-        "number of ranks that the message names"
+        "number of ranks that the message lists"
     ),
     "AssertionError: num_key_value_heads (8) is not divisible by the tensor parallel degree": "divide the heads",
     "AssertionError: Q weight of shape 24 should be divisible by tp_degree.": "divide the heads",
@@ -97,7 +97,7 @@ def test_errors_of_the_installed_torch_are_among_them(provoke):
 )
 def test_a_stage_says_what_its_error_means(error):
     told = as_stage_error(error)
-    assert known_errors.explained("KeyError: 'xla'") in str(told) or "no XLA device in this process" in str(told)
+    assert known_errors.explained("KeyError: 'xla'") in str(told) or "This process has no XLA device" in str(told)
     assert "\n" not in str(told) and isinstance(told, StageMissing) == isinstance(error, StageMissing)
 
 

@@ -40,7 +40,7 @@ def test_an_image_that_is_pulled_is_told_by_its_name(tmp_path):
 
 
 def test_an_image_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(UserError, match=r"port.sif is not there\. Build it"):
+    with pytest.raises(UserError, match=r"port.sif does not exist\. Build it"):
         containers.digest(str(tmp_path / "port.sif"), tmp_path)
 
 

@@ -57,14 +57,17 @@ def test_each_rank_wants_a_core():
 
     assert "ranks" not in found(2)
     assert (
-        "split evenly over 2 ranks, 4.29 GB" in found(2)["device memory"].text
+        "need 4.29 GB of the 17.2 GB of a core, split evenly over 2 ranks" in found(2)["device memory"].text
         and "ranks" not in found(1)["device memory"].text
     )
-    assert (found(3)["ranks"].status, found(3)["ranks"].text) == ("fail", "3 ranks, and 2 cores that they may use")
-    assert found(2, NEURON_RT_VISIBLE_CORES="1")["ranks"].text == "2 ranks, and 1 cores that they may use"
+    assert (found(3)["ranks"].status, found(3)["ranks"].text) == (
+        "fail",
+        "parallel.tp is 3, but only 2 cores are usable",
+    )
+    assert found(2, NEURON_RT_VISIBLE_CORES="1")["ranks"].text == "parallel.tp is 2, but only 1 cores are usable"
     devices = json.loads(text) * 2
     found = neuron.check_neuron_ls(0, json.dumps(devices), None, {"NEURON_RT_VISIBLE_CORES": "0-3"}, 2)
-    assert "2 ranks, and NEURON_RT_VISIBLE_CORES=0-3 names 4 cores" in {check.text for check in found}
+    assert "parallel.tp is 2, but NEURON_RT_VISIBLE_CORES=0-3 names 4 cores" in {check.text for check in found}
 
 
 def test_nvidia_smi_is_read():
@@ -107,7 +110,7 @@ def test_neuron_ls_is_read():
     ],
 )
 def test_what_is_not_of_neuron_ls_is_told(text):
-    with pytest.raises(UserError, match="neuron-ls: cannot be understood"):
+    with pytest.raises(UserError, match="neuron-ls: its output cannot be parsed"):
         neuron.parse_neuron_ls(text)
     (check,) = neuron.check_neuron_ls(0, text, None, {})
     assert (check.name, check.status) == ("device", "fail")
@@ -122,8 +125,8 @@ def test_an_idle_trn1_is_ready():
 def test_cores_that_are_in_use_and_cores_that_are_not_there_are_told():
     found = neuron_ls("neuron-ls-trn2.48xlarge.json", NEURON_RT_VISIBLE_CORES="2,4-5")
     assert statuses(found) == {"device": "ok", "cores": "fail", "visible cores": "fail", "device memory": "ok"}
-    assert found[1].text == "0 of 1 cores are on devices that nobody uses; processes on the others: 1966680; 1966681"
-    assert "they are 0-3" in found[2].text
+    assert found[1].text == "0 of 1 cores are on idle devices; processes on the other devices: 1966680; 1966681"
+    assert "this host has cores 0-3" in found[2].text
     used, idle = (
         json.loads((FIXTURES / f"neuron-ls-{name}.json").read_text()) for name in ("trn2.48xlarge", "trn1.2xlarge")
     )
@@ -141,7 +144,7 @@ def test_cores_that_are_in_use_and_cores_that_are_not_there_are_told():
 @pytest.mark.parametrize(
     ("code", "output", "text"),
     [
-        (None, "is not here", "neuron-ls is not here"),
+        (None, "is not installed", "neuron-ls is not installed"),
         (1, NO_DRIVER, "no Neuron device: failed to discover Neuron devices"),
         (1, "", "no Neuron device"),
         (0, "[]", "no Neuron device"),
@@ -184,9 +187,9 @@ def golden_device(golden, prediction=PREDICTION):
 def test_a_gpu_that_torch_does_not_see_is_warned_of_and_one_asked_for_fails(monkeypatch, tmp_path):
     fake_tool(monkeypatch, tmp_path, "nvidia-smi", "NVIDIA H100 80GB HBM3, 81559, 4, 550.90.07")
     (check,) = golden_device(GOLDEN)
-    assert check.status == "warn" and "NVIDIA H100 80GB HBM3 is here, but torch" in check.text
+    assert check.status == "warn" and "NVIDIA H100 80GB HBM3 is present, but torch" in check.text
     (check,) = golden_device(GOLDEN | {"device": "cuda"})
-    assert check.status == "fail" and "nvidia-smi has 1" in check.text
+    assert check.status == "fail" and "nvidia-smi lists 1" in check.text
     (check,) = golden_device(GOLDEN | {"device": "cpu"})
     assert check.status == "ok"
 
@@ -195,17 +198,17 @@ def test_a_tool_that_fails_is_warned_of_where_a_gpu_may_be(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (check,) = check_golden_device(GOLDEN, None, [], "nvidia-smi does not answer within a minute")
     assert (check.status, check.text) == ("warn", "the CPU; nvidia-smi does not answer within a minute")
-    for problem in ("nvidia-smi is not here", ""):
+    for problem in ("nvidia-smi is not installed", ""):
         (check,) = check_golden_device(GOLDEN, None, [], problem)
         assert check.status == "ok"
     (check,) = check_golden_device(GOLDEN | {"device": "cuda"}, None, [], "")
-    assert (check.status, check.text) == ("fail", "no CUDA device: nvidia-smi names none")
+    assert (check.status, check.text) == ("fail", "no CUDA device: nvidia-smi lists none")
 
 
 def test_a_disk_without_a_folder_fails():
     golden = WHOLE | {"device_map": {"model": "cpu", "lm_head": "disk"}}
     check = check_whole_memory(golden, None, GIB, [])
-    assert check.status == "fail" and "golden.offload_folder names no folder" in check.text
+    assert check.status == "fail" and "golden.offload_folder is not set" in check.text
     assert check_whole_memory(golden | {"offload_folder": "left"}, None, GIB, []).status == "ok"
 
 
@@ -214,7 +217,7 @@ def test_a_gpu_that_is_not_there_fails(monkeypatch):
     gpus = [Gpu("A", 80 * GIB, 0, "550")] * 2
     for golden in (WHOLE | {"device_map": "cuda:2"}, WHOLE | {"device_map": {"lm_head": 0, "model": 2}}):
         (check,) = check_golden_device(golden, None, gpus, "")
-        assert (check.status, check.text) == ("fail", "golden.device_map names GPU 2, and there are 2, from 0 on")
+        assert (check.status, check.text) == ("fail", "golden.device_map names GPU 2, but the last visible GPU is 1")
     assert statuses(check_golden_device(WHOLE | {"device_map": "cuda:1"}, None, gpus, "")) == {"device": "ok"}
 
 
@@ -222,7 +225,7 @@ def test_a_limit_that_leaves_weights_without_a_place_fails(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     golden = WHOLE | {"max_memory": {"cpu": "9GiB"}}
     check = check_whole_memory(golden, PREDICTION, 900 * GIB, [])
-    assert check.status == "fail" and "golden.max_memory leaves the host 9GiB" in check.text
+    assert check.status == "fail" and "golden.max_memory allows the host only 9GiB" in check.text
     for enough in (golden | {"max_memory": {"cpu": "10GiB"}}, golden | {"offload_folder": "left"}):
         assert check_whole_memory(enough, PREDICTION, 900 * GIB, []).status == "ok"
 
@@ -243,7 +246,7 @@ def test_nvidia_smi_is_asked_for_what_cuda_may_use(monkeypatch, tmp_path):
     tool.write_bytes(b"#!/bin/sh\nprintf '\\377\\376 broken'\nexit 9\n")
     assert preflight._gpus()[1].endswith("broken")
     tool.chmod(0o644)
-    assert preflight._gpus() == ([], "nvidia-smi cannot be run (Permission denied)")
+    assert preflight._gpus() == ([], "nvidia-smi cannot run (Permission denied)")
 
 
 def test_a_tool_that_hangs_is_not_told_to_be_missing(monkeypatch):
@@ -258,7 +261,7 @@ def test_a_tool_that_hangs_is_not_told_to_be_missing(monkeypatch):
 
 def test_slurm_must_answer(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:/nowhere")
-    with pytest.raises(UserError, match=r"sinfo: is not here\. Run where Slurm's commands work"):
+    with pytest.raises(UserError, match=r"sinfo: is not installed\. Run on a host with Slurm's commands"):
         preflight.require_slurm()
     tool = tmp_path / "sinfo"
     tool.write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
@@ -320,7 +323,7 @@ def test_gpu_memory_is_held_against_what_is_predicted(monkeypatch, tmp_path):
     assert statuses(found) == {"device": "ok", "device memory": "warn"}
     found = golden_device(WHOLE, PREDICTION | {"whole": 40 * GIB})
     assert statuses(found) == {"device": "ok", "device memory": "ok"}
-    assert found[1].text.startswith("the whole model is predicted to take 42.9 GB of 46.6 GB")
+    assert found[1].text.startswith("the full model is predicted to need 42.9 GB of 46.6 GB")
 
 
 @pytest.mark.parametrize(
@@ -365,7 +368,7 @@ def test_the_host_has_what_gpus_have_no_room_for_of_the_whole_model(settings, on
     check = check_whole_memory(golden, PREDICTION, left - 1, gpus)
     assert (check.status, check.remedy) == (
         "warn",
-        "Give golden.offload_folder a folder, or write golden.mode: streamed.",
+        "Set golden.offload_folder, or write golden.mode: streamed.",
     )
     offloaded = golden | {"offload_folder": "left"}
     assert check_whole_memory(offloaded, PREDICTION, left - 1, gpus).status == "ok"
@@ -408,7 +411,7 @@ def test_libraries():
     (check,) = preflight.check_libraries("port", True, {"torch": "2.9.1", "torch-xla": "2.9.0"}.get, needs_nothing)
     assert check.status == "fail"
     assert check.text.startswith(
-        "safetensors, h5py, torch-neuronx, libneuronxla, neuronx-cc not installed here; torch 2.9.1"
+        "safetensors, h5py, torch-neuronx, libneuronxla, neuronx-cc are not installed; found torch 2.9.1"
     )
     (check,) = preflight.check_libraries("golden", False, lambda name: "1.0", needs_nothing)
     assert check == Check("libraries", "ok", "torch 1.0, transformers 1.0, accelerate 1.0, safetensors 1.0, h5py 1.0")
@@ -432,8 +435,8 @@ def test_versions_that_do_not_belong_together_are_told():
     (check,) = versions(torch="2.9.1")
     assert (check.status, check.text) == (
         "warn",
-        "torch-neuronx 2.8.0.2.10 needs torch==2.8.*, and 2.9.1 is installed; "
-        "torch-xla 2.8.1 was built for another torch than 2.9.1",
+        "torch-neuronx 2.8.0.2.10 needs torch==2.8.*, but 2.9.1 is installed; "
+        "torch-xla 2.8.1 was not built for torch 2.9.1",
     )
 
 
@@ -477,7 +480,7 @@ def test_what_is_installed_here_belongs_together():
 
 def test_nxd_inference():
     (check,) = neuron.check_nxdi({"neuronx_distributed": "spec"}.get)
-    assert check.status == "fail" and check.text == "neuronx_distributed_inference cannot be imported here"
+    assert check.status == "fail" and check.text == "neuronx_distributed_inference is not installed"
     (check,) = neuron.check_nxdi(lambda name: "spec")
     assert check.status == "ok"
 
@@ -489,7 +492,7 @@ def test_memory_and_disk(tmp_path):
     assert preflight.check_memory("golden", None, 0).status == "ok"
     assert preflight.check_disk(tmp_path, PREDICTION, 5 * GIB).status == "ok"
     if_all_fail = preflight.check_disk(tmp_path, PREDICTION, 4 * GIB)
-    assert if_all_fail.status == "warn" and "if all stages fail, 1.07 GB more" in if_all_fail.text
+    assert if_all_fail.status == "warn" and "if all stages fail, it writes 1.07 GB more" in if_all_fail.text
     assert preflight.check_disk(tmp_path, PREDICTION, 3 * GIB).status == "fail", (
         "noise and plots come beside the tensors"
     )
@@ -532,7 +535,7 @@ def test_a_checkpoint_is_whole_or_is_told_of(tmp_path):
     content = json.loads(index.read_text())
     index.write_text(json.dumps(content | {"weight_map": content["weight_map"] | {"a.b": shard_of(content)}}))
     check = preflight.check_checkpoint(tmp_path)
-    assert check.status == "warn" and "names a.b, which no shard holds" in check.text
+    assert check.status == "warn" and "names a.b, which no shard contains" in check.text
     index.write_text(json.dumps(content))
     shard = tmp_path / shard_of(content)
     shard.write_bytes(shard.read_bytes()[:-2])
@@ -543,7 +546,7 @@ def test_a_checkpoint_is_whole_or_is_told_of(tmp_path):
     others = sorted(tmp_path.glob("*.safetensors"))
     others[0].unlink()
     check = preflight.check_checkpoint(tmp_path)
-    assert check.status == "warn" and check.text.endswith("; 2 shards in all")
+    assert check.status == "warn" and check.text.endswith("; 2 shards are damaged")
     for other in others[1:]:
         other.unlink()
     assert preflight.check_checkpoint(tmp_path).status == "fail", "no stage has its weights"
@@ -583,7 +586,7 @@ def test_by_hand(side, device, code, tmp_path):
     )
     assert done.returncode == code, done.stderr
     assert "ok   checkpoint:" in done.stdout and "ok   memory:" in done.stdout
-    assert ("fail device: neuron-ls is not here" in done.stdout) == (device == "NEURON")
+    assert ("fail device: neuron-ls is not installed" in done.stdout) == (device == "NEURON")
 
 
 @pytest.mark.parametrize(

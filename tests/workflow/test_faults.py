@@ -314,7 +314,7 @@ def test_a_side_that_the_host_cannot_run_is_told_before_its_jobs(workflow):
     workflow.configure(port={"device": "NEURON"})
     outcome = workflow.run(check=False)
     assert outcome.returncode != 0
-    assert "fail device: neuron-ls is not here. Install aws-neuronx-tools" in outcome.text
+    assert "fail device: neuron-ls is not installed. Install aws-neuronx-tools" in outcome.text
     assert "Traceback" not in workflow.log("preflight/port")
     assert not [name for name in outcome.made if name.startswith(("port/", "chain/"))]
     workflow.configure(port={"device": "auto"})

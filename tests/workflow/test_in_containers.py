@@ -133,6 +133,6 @@ def test_an_image_that_is_not_there_is_told(images, tmp_path):
     workflow = Workflow(tmp_path, containers=containers(images) | {"port": "containers/missing.sif"})
     failed = workflow.run("--sdm", "apptainer", "-n", check=False)
     assert failed.returncode != 0 and "Traceback" not in failed.text
-    assert "config.yaml: containers: containers/missing.sif is not there. Build it" in failed.text
+    assert "config.yaml: containers: containers/missing.sif does not exist. Build it" in failed.text
     # Hosts of the other side do not have it.
     assert workflow.run("--sdm", "apptainer", "-n", target="results/golden/embed.h5").returncode == 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-NOT_HERE = "is not here"
+NOT_INSTALLED = "is not installed"
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def existing_parent(path: Path) -> Path:
 
 
 def run_tool(*command: str) -> tuple[int | None, str]:
-    """Exit code and output of a tool of the driver; None and the reason if it cannot run or does not end."""
+    """Exit code and output of a driver's tool; None and the reason if it cannot run or does not end."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=False)
     except FileNotFoundError:
-        return None, NOT_HERE
+        return None, NOT_INSTALLED
     except OSError as error:
-        return None, f"cannot be run ({error.strerror})"
+        return None, f"cannot run ({error.strerror})"
     except subprocess.TimeoutExpired:
         return None, "does not answer within a minute"
     return done.returncode, done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"

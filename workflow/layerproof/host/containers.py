@@ -30,7 +30,7 @@ def digest(image: str, known: Path) -> str:
     path = Path(image).absolute()
     if not path.is_file():
         raise UserError(
-            f"config.yaml: containers: {image} is not there. Build it (containers/README.md), or name another image."
+            f"config.yaml: containers: {image} does not exist. Build it (containers/README.md), or name another image."
         )
     note = known / f"{digest_of(str(path))[:16]}.json"
     status = path.stat()

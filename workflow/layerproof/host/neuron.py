@@ -43,9 +43,14 @@ def check_nxdi(find: Any) -> Iterator[Check]:
         remedy = (
             "Run the port in the Neuron container (containers/README.md); PyPI's packages of these names are empty."
         )
-        yield Check("NxD Inference", FAIL, f"{', '.join(missing)} cannot be imported here", remedy)
+        yield Check(
+            "NxD Inference",
+            FAIL,
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
+            remedy,
+        )
     else:
-        yield Check("NxD Inference", OK, "neuronx_distributed and neuronx_distributed_inference are there")
+        yield Check("NxD Inference", OK, "neuronx_distributed and neuronx_distributed_inference are installed")
 
 
 def check_neuron(prediction: Mapping[str, Any] | None, environment: Mapping[str, str], ranks: int) -> Iterator[Check]:
@@ -71,10 +76,10 @@ def check_sharding(model: Mapping[str, Any], ranks: int) -> Iterator[Check]:
     if ranks == 1 or not queries:
         return
     keys = text.get("num_key_value_heads") or queries
-    remedy = "Write a parallel.tp that divides all of them, or a multiple of the key/value heads."
+    remedy = "Set parallel.tp to a number that divides all of them, or to a multiple of the key/value heads."
     if queries % ranks or (keys % ranks and ranks % keys):
         said = f"{queries} query heads and {keys} key/value heads on {ranks} ranks"
-        yield Check("heads", WARN, f"{said}: the port has to pad or copy heads", remedy)
+        yield Check("heads", WARN, f"{said}: the port must pad or copy heads", remedy)
     if inner and inner % ranks:
         yield Check("intermediate size", WARN, f"{inner} is not divisible by {ranks} ranks", remedy)
     elif inner and is_moe and inner // ranks < SMALLEST_SLICE:
@@ -88,7 +93,7 @@ def check_driver() -> Check:
         return Check("driver", OK, f"neuron {NEURON_DRIVER.read_text(encoding='ascii').strip()}")
     except OSError:
         remedy = "Install aws-neuronx-dkms for this kernel, and load it: modprobe neuron."
-        return Check("driver", WARN, f"{NEURON_DRIVER} is not there: the driver is not loaded", remedy)
+        return Check("driver", WARN, f"{NEURON_DRIVER} does not exist: the driver is not loaded", remedy)
 
 
 def check_runtime() -> Check:
@@ -97,7 +102,7 @@ def check_runtime() -> Check:
     if runtime:
         return Check("runtime", OK, f"{runtime}")
     return Check(
-        "runtime", FAIL, "libnrt is not here", "Install aws-neuronx-runtime-lib, or run in the port container."
+        "runtime", FAIL, "libnrt is not installed", "Install aws-neuronx-runtime-lib, or run in the port container."
     )
 
 
@@ -109,19 +114,19 @@ def check_neuron_ls(
     If `code` is None, neuron-ls did not run, and `output` is the reason.
     """
     if code is None:
-        remedy = "Install aws-neuronx-tools, run in the port container, or see in dmesg whether the driver hangs."
+        remedy = "Install aws-neuronx-tools, run in the port container, or check dmesg for a hanging driver."
         yield Check("device", FAIL, f"neuron-ls {output}", remedy)
         return
     try:
         devices = parse_neuron_ls(output) if code == 0 else []
     except UserError as error:
-        yield Check("device", FAIL, str(error), "Install the aws-neuronx-tools of the driver's release.")
+        yield Check("device", FAIL, str(error), "Install aws-neuronx-tools of the same release as the driver.")
         return
     if not devices:
         said = re.search(r'error="([^"]*)"', output) or re.search(r'msg="([^"]*)"', output)
         text = f"no Neuron device{f': {said[1]}' if said else ''}"
         yield Check(
-            "device", FAIL, text, "Run on a trn host with its driver loaded, and give a container /dev/neuron*."
+            "device", FAIL, text, "Run on a trn host with its driver loaded, and pass /dev/neuron* to a container."
         )
         return
     cores = sum(device.cores for device in devices)
@@ -135,25 +140,23 @@ def check_neuron_ls(
     if taken:
         users = dict.fromkeys(user for device in taken for user in device.users)
         free = len(mine) - len(taken)
-        text = (
-            f"{free} of {len(mine)} cores are on devices that nobody uses; processes on the others: {'; '.join(users)}"
-        )
-        remedy = "End these processes, or set NEURON_RT_VISIBLE_CORES to cores of other devices."
+        text = f"{free} of {len(mine)} cores are on idle devices; processes on the other devices: {'; '.join(users)}"
+        remedy = "Stop these processes, or set NEURON_RT_VISIBLE_CORES to cores of other devices."
         yield Check("cores", WARN if free else FAIL, text, remedy)
     if not usable or max(usable) >= cores:
-        text = f"NEURON_RT_VISIBLE_CORES={visible} names cores that are not there; they are 0-{cores - 1}"
+        text = f"NEURON_RT_VISIBLE_CORES={visible} names cores that do not exist; this host has cores 0-{cores - 1}"
         yield Check("visible cores", FAIL, text, "Correct it, or unset it.")
     elif ranks > len(usable):
-        text = f"{ranks} ranks, and {len(usable)} cores that they may use"
-        yield Check("ranks", FAIL, text, "Write a smaller parallel.tp, or take a larger host.")
+        text = f"parallel.tp is {ranks}, but only {len(usable)} cores are usable"
+        yield Check("ranks", FAIL, text, "Reduce parallel.tp, or use a larger host.")
     elif visible and 1 < ranks < len(usable):  # torch_xla needs exactly as many cores as ranks
-        text = f"{ranks} ranks, and NEURON_RT_VISIBLE_CORES={visible} names {len(usable)} cores"
+        text = f"parallel.tp is {ranks}, but NEURON_RT_VISIBLE_CORES={visible} names {len(usable)} cores"
         yield Check("ranks", FAIL, text, "Name as many cores as there are ranks, or unset it.")
     if prediction:
         needed = prediction["port"] // ranks
-        share = f", split evenly over {ranks} ranks," if ranks > 1 else ""
-        text = f"the largest stage is predicted to take{share} {size(needed)} of the {size(memory)} of a core"
-        remedy = "Shard the stage over more cores, or give shorter prompts."
+        share = f", split evenly over {ranks} ranks" if ranks > 1 else ""
+        text = f"the largest stage is predicted to need {size(needed)} of the {size(memory)} of a core{share}"
+        remedy = "Shard the stage over more cores, or use shorter prompts."
         yield Check("device memory", OK if needed <= memory else WARN, text, None if needed <= memory else remedy)
 
 
@@ -166,7 +169,7 @@ def parse_neuron_ls(text: str) -> list[NeuronDevice]:
     try:
         return [_device(entry) for entry in json.loads(text)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"neuron-ls: cannot be understood ({type(error).__name__}: {error})") from None
+        raise UserError(f"neuron-ls: its output cannot be parsed ({type(error).__name__}: {error})") from None
 
 
 def _device(entry: Mapping[str, Any]) -> NeuronDevice:
@@ -200,8 +203,8 @@ def check_compile_cache(environment: Mapping[str, str]) -> Check:
     flags = re.search(r"--cache_dir[= ](\S+)", environment.get("NEURON_CC_FLAGS", ""))
     place = environment.get("NEURON_COMPILE_CACHE_URL") or (flags[1] if flags else COMPILE_CACHE)
     if place.startswith("s3://"):
-        return Check("compile cache", OK, f"{place}, which was not written to")
+        return Check("compile cache", OK, f"{place}, not tested for writing")
     if not why_not_writable(Path(place)):
         return Check("compile cache", OK, place)
     remedy = "Set NEURON_COMPILE_CACHE_URL to a directory that you may write to."
-    return Check("compile cache", WARN, f"{place} cannot be written to, so every run compiles anew", remedy)
+    return Check("compile cache", WARN, f"{place} cannot be written, so every run compiles everything again", remedy)

@@ -25,7 +25,7 @@ from packaging.version import InvalidVersion, Version
 from layerproof.config import Config, Golden
 from layerproof.errors import StageError, UserError, first_line
 from layerproof.files import read_json, size
-from layerproof.host.checks import FAIL, NOT_HERE, OK, WARN, Check, existing_parent, run_tool, why_not_writable
+from layerproof.host.checks import FAIL, NOT_INSTALLED, OK, WARN, Check, existing_parent, run_tool, why_not_writable
 from layerproof.host.neuron import check_neuron, check_nxdi, check_sharding
 from layerproof.model import checkpoint
 
@@ -101,7 +101,7 @@ def check_port_host(config: Config, prediction: Mapping[str, Any] | None, availa
     if port.backend == "nxdi":
         yield from check_nxdi(find_spec)
     elif device == "CPU" and port.dtype == "float16":
-        text = "XLA on the CPU sums products of float16 in float16, ten times as far off as one rounding: stages fail by it"
+        text = "XLA on the CPU adds up float16 products in float16, with ten times the error of one rounding, so stages fail"
         yield Check("dtype", WARN, text, "Write port.dtype: bfloat16 or float32 on this device.")
     if on_neuron:
         yield from check_neuron(prediction, os.environ, config.parallel.tp)
@@ -121,11 +121,14 @@ def check_libraries(
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     remedy = f"Run in the {side} container (containers/README.md), or activate the environment that has them."
     if missing:
-        yield Check("libraries", FAIL, f"{', '.join(missing)} not installed here; {found or 'nothing else'} is", remedy)
+        are = "is" if len(missing) == 1 else "are"
+        yield Check(
+            "libraries", FAIL, f"{', '.join(missing)} {are} not installed; found {found or 'nothing else'}", remedy
+        )
     else:
         yield Check("libraries", OK, found)
     unfit = [
-        f"{name} {versions[name]} needs {one.name}{one.specifier}, and {there} is installed"
+        f"{name} {versions[name]} needs {one.name}{one.specifier}, but {there} is installed"
         for name in names
         if name not in missing
         for one in required(name)
@@ -133,7 +136,7 @@ def check_libraries(
     ]
     torch, xla = (_parsed(versions.get(name)) for name in ("torch", "torch-xla"))
     if torch and xla and torch.release[:2] != xla.release[:2]:  # torch-xla does not require this itself
-        unfit.append(f"torch-xla {xla} was built for another torch than {torch}")
+        unfit.append(f"torch-xla {xla} was not built for torch {torch}")
     if unfit:
         yield Check("versions", WARN, "; ".join(unfit), remedy)
 
@@ -187,22 +190,30 @@ def check_golden_device(
     seen = torch.cuda.is_available()
     numbers = [number for place in places if (number := _gpu_number(place)) is not None]
     if not seen and numbers:
-        found = f"nvidia-smi has {len(gpus)}, torch {torch.__version__} sees none" if gpus else problem
-        found = found or "nvidia-smi names none"
+        found = f"nvidia-smi lists {len(gpus)}, but torch {torch.__version__} sees none" if gpus else problem
+        found = found or "nvidia-smi lists none"
         yield Check("device", FAIL, f"no CUDA device: {found}", f"Run on a GPU host, or write golden.{key}: cpu.")
     elif not seen and gpus:
-        text = f"{gpus[0].name} is here, but torch {torch.__version__} does not see it, so the golden runs on the CPU"
-        yield Check(
-            "device", WARN, text, f"Install a torch for CUDA that driver {gpus[0].driver} has, or the container."
+        text = (
+            f"{gpus[0].name} is present, but torch {torch.__version__} does not see it, so the golden runs on the CPU"
         )
-    elif not seen and problem and problem != f"nvidia-smi {NOT_HERE}":
         yield Check(
-            "device", WARN, f"the CPU; {problem}", "Mend the driver if there is a GPU, or write golden.device: cpu."
+            "device",
+            WARN,
+            text,
+            f"Install a torch for CUDA that driver {gpus[0].driver} supports, or use the container.",
+        )
+    elif not seen and problem and problem != f"nvidia-smi {NOT_INSTALLED}":
+        yield Check(
+            "device",
+            WARN,
+            f"the CPU; {problem}",
+            "Repair the driver if the host has a GPU, or write golden.device: cpu.",
         )
     elif not seen:
         yield Check("device", OK, "the CPU; there is no GPU")
     elif gpus and max(numbers, default=0) >= len(gpus):
-        text = f"golden.{key} names GPU {max(numbers)}, and there are {len(gpus)}, from 0 on"
+        text = f"golden.{key} names GPU {max(numbers)}, but the last visible GPU is {len(gpus) - 1}"
         yield Check("device", FAIL, text, f"Correct golden.{key}, or CUDA_VISIBLE_DEVICES.")
     else:
         names = ", ".join(f"{gpu.name} with {size(gpu.free)} free" for gpu in gpus) or "one that torch sees"
@@ -213,14 +224,14 @@ def check_golden_device(
 
 def _fits_gpus(golden: Golden, gpus: Sequence[Gpu], prediction: Mapping[str, Any]) -> Check:
     if golden.mode == "whole":
-        needed, has, what = prediction["whole"], sum(_room(golden, gpus)), "the whole model"
+        needed, has, what = prediction["whole"], sum(_room(golden, gpus)), "the full model"
         if needed > has and _is_left_to_the_host(golden, needed - has):
             return Check("device memory", OK, f"{size(has)}; the rest of {size(needed)} is left to the host")
         remedy = "Offload (golden.max_memory, golden.offload_folder), or write golden.mode: streamed."
     else:
         needed, has, what = prediction["golden"], gpus[0].free, "the largest stage"
-        remedy = "End what else runs on the GPU, or give shorter prompts."
-    text = f"{what} is predicted to take {size(needed)} of {size(has)}"
+        remedy = "Stop other processes on the GPU, or use shorter prompts."
+    text = f"{what} is predicted to need {size(needed)} of {size(has)}"
     return Check("device memory", OK if needed <= has else WARN, text, None if needed <= has else remedy)
 
 
@@ -316,14 +327,16 @@ def check_memory(side: str, prediction: Mapping[str, Any] | None, available: int
     if not prediction:
         return _not_predicted(available)
     needed = ranks * (prediction[side] + IMPORTS)
-    text = f"the largest job is predicted to take {size(needed)} of {size(available)} available"
-    remedy = "Free memory, run one job at a time (--cores 1), or give shorter prompts."
+    text = f"the largest job is predicted to need {size(needed)} of {size(available)} available"
+    remedy = "Free memory, run one job at a time (--cores 1), or use shorter prompts."
     return Check("memory", OK if needed <= available else WARN, text, None if needed <= available else remedy)
 
 
 def _not_predicted(available: int) -> Check:
     return Check(
-        "memory", OK, f"{size(available)} available; there is no results/prediction.json to say if that is enough"
+        "memory",
+        OK,
+        f"{size(available)} available; nothing to compare it with, because results/prediction.json does not exist",
     )
 
 
@@ -337,24 +350,24 @@ def check_whole_memory(
     import torch
 
     if "disk" in _places(golden.device_map) and not golden.offload_folder:
-        text = "golden.device_map leaves weights on the disk, and golden.offload_folder names no folder"
-        return Check("memory", FAIL, text, "Give golden.offload_folder a folder, or write cpu in place of disk.")
+        text = "golden.device_map puts weights on the disk, but golden.offload_folder is not set"
+        return Check("memory", FAIL, text, "Set golden.offload_folder, or write cpu instead of disk.")
     if not prediction:
         return _not_predicted(available)
     on_gpus = sum(_room(golden, gpus)) if torch.cuda.is_available() else 0
     needed = max(0, prediction["whole"] - on_gpus) + IMPORTS
-    text = f"the whole model is predicted to take {size(needed)} of {size(available)} available on the host"
+    text = f"the full model is predicted to need {size(needed)} of {size(available)} available on the host"
     limit = _host_limit(golden)
     left = max(0, prediction["weights"]["golden"] - on_gpus)
     if limit is not None and left > limit and not golden.offload_folder:
         allowed = (golden.max_memory or {})["cpu"]
-        text = f"{size(left)} of weights have no place on GPUs, and golden.max_memory leaves the host {allowed}"
-        return Check("memory", FAIL, text, "Give golden.offload_folder a folder, or a larger golden.max_memory.")
+        text = f"{size(left)} of weights do not fit on the GPUs, but golden.max_memory allows the host only {allowed}"
+        return Check("memory", FAIL, text, "Set golden.offload_folder, or increase golden.max_memory.")
     if needed <= available:
         return Check("memory", OK, text)
     if golden.offload_folder:
-        return Check("memory", OK, f"{text}; what is left over goes to {golden.offload_folder}")
-    return Check("memory", WARN, text, "Give golden.offload_folder a folder, or write golden.mode: streamed.")
+        return Check("memory", OK, f"{text}; the rest goes to {golden.offload_folder}")
+    return Check("memory", WARN, text, "Set golden.offload_folder, or write golden.mode: streamed.")
 
 
 def _available_memory() -> int:
@@ -390,14 +403,14 @@ def require_slurm() -> None:
     """Checks that this host can submit jobs to Slurm. If it cannot, Snakemake's plugin waits, or fails job after job.
 
     Raises:
-        UserError: if Slurm's commands or its controller are not there.
+        UserError: if Slurm's commands are not installed, or its controller does not answer.
     """
     code, output = run_tool("sinfo", "--noheader")
     if code is None:
-        raise UserError(f"sinfo: {output}. Run where Slurm's commands work, or without --workflow-profile.")
+        raise UserError(f"sinfo: {output}. Run on a host with Slurm's commands, or without --workflow-profile.")
     if code:
         raise UserError(
-            f"sinfo: Slurm does not answer ({first_line(output)}). Wait until its controller runs, or see slurm.conf."
+            f"sinfo: Slurm does not answer ({first_line(output)}). Wait until its controller runs, or check slurm.conf."
         )
 
 
@@ -410,12 +423,12 @@ def check_disk(results: Path, prediction: Mapping[str, Any] | None, free: int) -
         return Check("disk", OK, f"{size(free)} free")
     there = sum(min(entry["files"], _existing_bytes(results, stage)) for stage, entry in prediction["stages"].items())
     needed = BESIDE_FILES[0] + BESIDE_FILES[1] * max(0, prediction["files"] - there)
-    text = f"{size(needed)} are still to be written, {size(free)} are free"
+    text = f"the run will write {size(needed)}; {size(free)} are free"
     remedy = f"Free disk space, or make {results} a link to a larger disk."
     if needed > free:
         return Check("disk", FAIL, text, remedy)
     if needed + prediction["forced"] > free:
-        return Check("disk", WARN, f"{text}; if all stages fail, {size(prediction['forced'])} more are needed", remedy)
+        return Check("disk", WARN, f"{text}; if all stages fail, it writes {size(prediction['forced'])} more", remedy)
     return Check("disk", OK, text)
 
 
@@ -453,7 +466,7 @@ def check_checkpoint(directory: Path) -> Check:
     missing = sorted(read_json(index)["weight_map"].keys() - found) if index.exists() else []
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        said = f"{index}: names {missing[0]}{more}, which no shard holds. Copy the checkpoint again."
+        said = f"{index}: names {missing[0]}{more}, which no shard contains. Copy the checkpoint again."
         return _of_checkpoint(WARN, [said])
     return Check("checkpoint", OK, f"{len(names)} shards, {len(found)} tensors")
 
@@ -461,4 +474,6 @@ def check_checkpoint(directory: Path) -> Check:
 def _of_checkpoint(status: str, errors: Sequence[str]) -> Check:
     """The check for these errors. The last sentence of an error is its remedy."""
     text, _, remedy = errors[0].rpartition(". ")
-    return Check("checkpoint", status, text + (f"; {len(errors)} shards in all" if len(errors) > 1 else ""), remedy)
+    return Check(
+        "checkpoint", status, text + (f"; {len(errors)} shards are damaged" if len(errors) > 1 else ""), remedy
+    )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def add_verbs(verbs: Verbs) -> None:
     """Adds `predict` and `preflight` to the command line."""
-    text = "Predicts the memory of each job and the disk of the run."
+    text = "Predicts the memory of each job and the disk space of the run."
     add_job_verb(verbs, "predict", predict, text, "weights", "tokens", "config")
     text = "Checks whether this host can run a side: libraries, devices, memory, disk and checkpoint."
     verb = add_job_verb(
@@ -30,7 +30,7 @@ def add_verbs(verbs: Verbs) -> None:
         exits="0 if the host can run the side; 1 if a check fails; 2 if config.yaml is wrong",
     )
     verb.add_argument("--side", choices=("golden", "port"), required=True)
-    verb.add_argument("--config", type=Path, default=Path("config.yaml"), help="which settings to check by hand")
+    verb.add_argument("--config", type=Path, default=Path("config.yaml"), help="config file, without a job file")
     verb.add_argument("--prediction", type=Path, default=Path("results/prediction.json"))
 
 
