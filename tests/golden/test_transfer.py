@@ -98,13 +98,13 @@ def test_what_was_packed_is_taken_as_it_was(host):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda host: write_json(host.own.weights, {"digest": "abd"}), "was made from other weights"),
-        (lambda host: host.own.tokens.write_text("others"), "was made from other tokens"),
+        (lambda host: write_json(host.own.weights, {"digest": "abd"}), "was computed from other weights"),
+        (lambda host: host.own.tokens.write_text("others"), "was computed from other tokens"),
         (lambda host: host.own.config.write_text("others"), "another config.json of the checkpoint"),
-        (lambda host: host.own.before[0].write_text("others"), "was not made from the layer_000 that is here"),
+        (lambda host: host.own.before[0].write_text("others"), "was not computed from this host's layer_000"),
         (
             lambda host: host.own.before[1].write_text("others"),
-            "was not made from the layer_000 that is here.*--forcerun import_golden",
+            "was not computed from this host's layer_000.*--forcerun import_golden",
         ),
     ],
 )
@@ -118,13 +118,13 @@ def test_what_was_made_from_something_else_is_refused(host, change, words):
 @pytest.mark.parametrize(
     ("job", "code", "words"),
     [
-        (job_of(with_setting("golden", dtype="float16")), None, "golden.dtype float16, and here it is bfloat16"),
+        (job_of(with_setting("golden", dtype="float16")), None, "golden.dtype float16, but this host has bfloat16"),
         (job_of(with_setting("golden", attn_implementation="eager")), None, "golden.attn_implementation eager"),
         (job_of(with_setting("golden", experts_implementation="eager")), None, "golden.experts_implementation eager"),
         (
             job_of(with_setting("model", trust_remote_code=True)),
             None,
-            "model.trust_remote_code True, and here it is False",
+            "model.trust_remote_code True, but this host has False",
         ),
         (job_of(with_taps=False), None, "without taps"),
         (
@@ -183,7 +183,7 @@ def test_equal_jobs_have_equal_files_whenever_they_were_written(host):
 def test_a_golden_that_failed_is_not_exported(host):
     host.made()
     before = host.zip.read_bytes()
-    with pytest.raises(UserError, match=r"layer_001\.h5: failed on this host, and is not exported: no memory"):
+    with pytest.raises(UserError, match=r"layer_001\.h5: its job failed, so it cannot be exported: no memory"):
         host.made(error="no memory")
     assert host.zip.read_bytes() == before
 
@@ -251,7 +251,7 @@ def test_a_record_of_another_version_is_told(host, content):
 
 def test_the_file_of_another_job_is_told(host):
     host.made()
-    with pytest.raises(UserError, match=r"holds results/golden/layer_001\.h5"):
+    with pytest.raises(UserError, match=r"contains results/golden/layer_001\.h5"):
         transfer.unpack(host.zip, [host.path("results/golden/layer_002.h5")])
 
 
@@ -260,15 +260,15 @@ def test_only_what_the_record_describes_is_packed(host):
     host.zip.unlink()
     write_json(host.own.weights, {"digest": "of others", "tensors": {}})
     with pytest.raises(
-        UserError, match=r"weights/layer_001\.json: is not what results/golden/layer_001\.h5 was made from"
+        UserError, match=r"weights/layer_001\.json: has changed since results/golden/layer_001\.h5 was computed"
     ):
         transfer.pack(host.zip, host.record, host.own.weights)
     host.outputs[0].write_bytes(MAGIC + b" abc 10 def".ljust(600, b"\0"))
-    with pytest.raises(UserError, match="holds only outputs"):
+    with pytest.raises(UserError, match="contains only outputs"):
         transfer.pack(host.zip, host.record, None)
     for change in (lambda: host.outputs[0].write_text("others"), host.outputs[0].unlink):
         change()
-        with pytest.raises(UserError, match=r"layer_001\.h5: is not what"):
+        with pytest.raises(UserError, match=r"layer_001\.h5: does not match"):
             transfer.pack(host.zip, host.record, None)
     host.record.unlink()
     with pytest.raises(UserError, match="cannot be read"):

@@ -74,9 +74,9 @@ def test_as_accelerate_spreads_it_within_limits(strategy, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"device_map": "cuda:0"}, "golden.device_map: cuda:0: the whole model cannot be loaded so"),
-        ({"device_map": "nowhere"}, "golden.device_map: nowhere: the whole model cannot be loaded so"),
-        ({"device_map": {"lm_head": "cpu"}}, "the whole model cannot be loaded so"),
+        ({"device_map": "cuda:0"}, "golden.device_map: cuda:0: transformers cannot load the full model this way"),
+        ({"device_map": "nowhere"}, "golden.device_map: nowhere: transformers cannot load the full model this way"),
+        ({"device_map": {"lm_head": "cpu"}}, "transformers cannot load the full model this way"),
     ],
 )
 def test_a_map_that_cannot_be_is_told_in_one_line(settings, told, tmp_path):

@@ -98,7 +98,7 @@ def test_a_port_is_compared_with_a_golden_that_another_host_made(swift, tmp_path
     # One of the golden's code is none that the exported golden was made by.
     hosts.port.edit("workflow/layerproof/golden/stage.py", ("stage) if whole else", "stage) if whole is not None else"))
     run = hosts.on_port(target="results/golden/lm_head.h5", check=False)
-    assert run.returncode and "embed.zip: was made by other code (layerproof/golden/stage.py" in run.text
+    assert run.returncode and "embed.zip: was computed by other code (layerproof/golden/stage.py" in run.text
     hosts.golden.edit(
         "workflow/layerproof/golden/stage.py", ("stage) if whole else", "stage) if whole is not None else")
     )
@@ -117,7 +117,7 @@ def test_a_golden_made_from_something_else_is_not_imported(swift, tmp_path):
     (hosts.golden.directory / "ids.json").write_text("[[5, 6, 7, 8, 9], [10, 11, 13]]")
     hosts.on_golden()
     run = hosts.on_port(check=False)
-    assert run.returncode and "s3://runs/two/embed.zip: was made from other tokens." in run.text
+    assert run.returncode and "s3://runs/two/embed.zip: was computed from other tokens." in run.text
     assert {path: path.read_bytes() for path in (hosts.port.results / "golden").iterdir()} == before
 
     shutil.copy(hosts.golden.directory / "ids.json", hosts.port.directory)

@@ -32,14 +32,14 @@ Taps = dict[str, hdf5.Tensor]
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device for `golden.device`: `cpu`, `cuda` or `auto` (CUDA if there is any).
+    """The torch device for `golden.device`: `cpu`, `cuda` or `auto` (CUDA if available).
 
     Raises:
         UserError: if the config asks for CUDA and there is none.
     """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise UserError('config.yaml: golden.device: "cuda" but no CUDA device is here. Write "auto" or "cpu".')
+        raise UserError('config.yaml: golden.device: is "cuda", but torch finds no CUDA device. Write "auto" or "cpu".')
     return torch.device("cuda" if name != "cpu" and available else "cpu")
 
 

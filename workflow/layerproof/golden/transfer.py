@@ -62,17 +62,17 @@ def pack(output: Path, record: Path, weights: Path | None) -> None:
     """
     made = Record.read(record)
     if made is None:
-        raise UserError(f"{record}: cannot be read. Remove it and run again.")
+        raise UserError(f"{record}: cannot be read. Delete it and run again.")
     if made.error is not None:
-        raise UserError(f"{next(iter(made.outputs))}: failed on this host, and is not exported: {made.error}")
+        raise UserError(f"{next(iter(made.outputs))}: its job failed, so it cannot be exported: {made.error}")
     for name, description in made.outputs.items():
         path = Path(name)
         if path.exists() and pruning.read(path):
-            raise UserError(f"{name}: holds only outputs. Set compare.taps to all in config.yaml and run again.")
+            raise UserError(f"{name}: contains only outputs. Set compare.taps to all in config.yaml and run again.")
         if not path.exists() or sha256(path) != description["sha256"]:
-            raise UserError(f"{name}: is not what {record} says. Run again.")
+            raise UserError(f"{name}: does not match {record}. Run again.")
     if weights and made.inputs.get(str(weights)) != sha256(weights):
-        raise UserError(f"{weights}: is not what {next(iter(made.outputs))} was made from. Run again.")
+        raise UserError(f"{weights}: has changed since {next(iter(made.outputs))} was computed. Run again.")
     with replacing(output) as temporary, zipfile.ZipFile(temporary, "w") as file:
         for path, name in [
             (record, RECORD),
@@ -93,7 +93,7 @@ def unpack(exported: Path, outputs: Sequence[Path]) -> Record:
         record = _record(file, exported)
         if set(record.outputs) != set(map(str, outputs)):
             raise UserError(
-                f"{exported}: holds {', '.join(record.outputs)}. Export it again by this version of Layerproof."
+                f"{exported}: contains {', '.join(record.outputs)}. Export it again with this version of Layerproof."
             )
         for path in outputs:
             temporary = whole.enter_context(replacing(path))
@@ -127,24 +127,24 @@ def _differences(record: Record, weights: Mapping[str, Any], own: LocalInputs, j
     for name in MUST_MATCH:
         there, here = _setting(record.job.settings, name), _setting(job.settings, name)
         if there != here:
-            yield f"was made with {name} {there}, and here it is {here}. Set both alike."
+            yield f"was computed with {name} {there}, but this host has {here}. Use the same value on both hosts."
     if weights.get("digest") != read_json(own.weights).get("digest"):
-        yield "was made from other weights. Give both hosts the same checkpoint."
+        yield "was computed from other weights. Use the same checkpoint on both hosts."
     if configs != [sha256(own.config)]:
-        yield f"was made with another {own.config.name} of the checkpoint. Give both hosts the same checkpoint."
+        yield f"was computed with another {own.config.name} of the checkpoint. Use the same checkpoint on both hosts."
     if record.inputs.get(str(own.tokens)) != sha256(own.tokens):
-        yield "was made from other tokens. Give both hosts the same inputs in config.yaml, and the same tokenizer."
+        yield "was computed from other tokens. Use the same inputs and the same tokenizer on both hosts."
     if job.arguments["with_taps"] and not record.job.arguments.get("with_taps"):
-        yield "was made without taps, because layers in config.yaml left it out. Export it again with the same layers."
+        yield "was computed without taps, because layers in config.yaml excluded it. Export it again with the same layers."
     for path in own.before:
         if record.inputs.get(str(path)) != pruning.digest(path):
             yield (
-                f"was not made from the {path.stem} that is here. Run snakemake export_golden again to its end, and then "
-                "here with --forcerun import_golden."
+                f"was not computed from this host's {path.stem}. Run snakemake export_golden again to its end, then run "
+                "snakemake here with --forcerun import_golden."
             )
     remote = {f"{path}::{local}": digest for path, local, digest in _beside(own.config, record.code)}
     if changed := fingerprint.changed(library_code(record) | remote):
-        yield f"was made by other code ({changed[0]}). Have the same on both hosts and export it again."
+        yield f"was computed by other code ({changed[0]}). Install the same code on both hosts and export it again."
 
 
 def library_code(record: Record) -> dict[str, str]:
@@ -164,7 +164,7 @@ def _beside(config: Path, code: Mapping[str, str]) -> Iterator[tuple[Path, str, 
 def _record(file: zipfile.ZipFile, exported: Path) -> Record:
     record = Record.parse(json.loads(file.read(RECORD)))
     if record is None:
-        raise UserError(f"{exported}: is of another version of Layerproof. Export it again by this one.")
+        raise UserError(f"{exported}: was exported by another version of Layerproof. Export it again with this one.")
     return record
 
 
@@ -174,4 +174,4 @@ def _opened(exported: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(exported) as file:
             yield file
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"{exported}: is damaged or not by Layerproof ({error}). Export it again.") from None
+        raise UserError(f"{exported}: is damaged, or not an export of Layerproof ({error}). Export it again.") from None

@@ -37,16 +37,16 @@ def add_verbs(verbs: Verbs) -> None:
     files = "weights", "tokens", "config", "previous", "noise"
     text = "Runs stages of the golden, each on the output of the one before."
     add_job_verb(verbs, "golden", run_golden, text, *files)
-    text = "Imports the golden of a stage that another host exported, if it was made from the same inputs."
+    text = "Imports the golden of a stage that another host exported, if it was computed from the same inputs."
     add_job_verb(verbs, "import-golden", import_golden, text, "exported", *files)
-    text = "Imports what the golden's host found before its first job."
+    text = "Imports the preflight checks of the golden's host."
     add_job_verb(verbs, "import-preflight", import_preflight, text, "exported")
-    text = "Packs what a job made, for hosts that share no file system with this one."
+    text = "Packs the outputs of a job, for hosts that share no file system with this one."
     verb = verbs.add_parser("export", description=text)
     verb.set_defaults(action=export)
     verb.add_argument("output", type=Path)
-    verb.add_argument("--record", type=Path, required=True, help="of the job")
-    verb.add_argument("--weights", type=Path, help="of the stage that the job made: results/weights/STAGE.json")
+    verb.add_argument("--record", type=Path, required=True, help="record of the job")
+    verb.add_argument("--weights", type=Path, help="weights of the job's stage: results/weights/STAGE.json")
 
 
 def run_golden(args: argparse.Namespace) -> None:

@@ -71,7 +71,7 @@ def _load(directory: Path, settings: Config) -> PreTrainedModel:
     except (ValueError, RuntimeError, AssertionError, OSError) as error:
         raise UserError(
             f"config.yaml: golden.device_map: {golden.device_map}: "
-            f"the whole model cannot be loaded so ({first_line(error)}). "
+            f"transformers cannot load the full model this way ({first_line(error)}). "
             "Correct device_map, max_memory or offload_folder, or write golden.mode: streamed."
         ) from error
     _keep_dtypes(model)
