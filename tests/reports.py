@@ -39,7 +39,7 @@ def compared(stage, wrong=(), missing=(), names=None):
     """A stage that ran, of which the taps in `wrong` fail and those in `missing` are not handed over."""
     names = names or (TAPS if stage.startswith("layer") else ("out",))
     taps = {name: tap(name, 40.0 if name in wrong else 0.9) for name in names}
-    taps |= {name: {"status": "missing", "reason": "the port hands no tensor over for this tap"} for name in missing}
+    taps |= {name: {"status": "missing", "reason": "the port does not hand over this tap"} for name in missing}
     failed = [name for name in taps if taps[name]["status"] == "fail"]
     statistics = {name: {"mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "nan": 0.0, "inf": 0.0} for name in taps}
     return {

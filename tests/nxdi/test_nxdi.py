@@ -112,7 +112,7 @@ def test_fused_projections_come_apart_into_their_taps(qwen, tmp_path):
     ("mistake", "first", "reason"),
     [
         ("softmax", "router.scores", "above the limit"),
-        ("never called", "attn.q_norm", "hands no tensor over"),
+        ("never called", "attn.q_norm", "does not hand over"),
         ("no bias", "router.selection", "above the limit"),
     ],
 )
@@ -155,7 +155,7 @@ def test_taps_of_other_names_are_named_in_the_config(qwen, tmp_path):
 def test_a_tap_that_means_something_else_can_be_left_out(minimax, tmp_path):
     """Its own path is not taken for it, the others stay, and a graph that is traced has it neither."""
     minimax.run("layer_001", tmp_path / "out.h5", taps={"attn.q_rot": None, "mlp.out": None})
-    missing = dict.fromkeys(("attn.q_rot", "mlp.out"), "the port hands no tensor over for this tap")
+    missing = dict.fromkeys(("attn.q_rot", "mlp.out"), "the port does not hand over this tap")
     assert minimax.failures("layer_001", tmp_path / "out.h5") == missing
 
 
@@ -179,7 +179,7 @@ def test_a_configuration_is_made_as_its_class_makes_it(qwen, monkeypatch, tmp_pa
     assert qwen.failures("layer_001", tmp_path / "out.h5") == {}
 
     monkeypatch.setattr(modeling_qwen3, "Qwen3InferenceConfig", None)
-    with pytest.raises(StageError, match=r"get_config_cls\(\) names no configuration class .* Write it"):
+    with pytest.raises(StageError, match=r"get_config_cls\(\) returns no configuration class .* Implement it"):
         qwen.runner()
 
 
@@ -340,19 +340,22 @@ def test_codes_without_their_scales_are_no_weights(minimax, monkeypatch, tmp_pat
         return converted | {name: converted[name].to(torch.float8_e4m3fn)}
 
     monkeypatch.setattr(model, "convert_hf_to_neuron_state_dict", staticmethod(unscaled))
-    with pytest.raises(StageError, match=r"q_proj\.weight in torch\.float8_e4m3fn where the model has torch\.bfloat16"):
+    with pytest.raises(StageError, match=r"q_proj\.weight in torch\.float8_e4m3fn, but the model has torch\.bfloat16"):
         minimax.run("layer_001", tmp_path / "out.h5")
 
 
 @pytest.mark.parametrize(
     ("nxdi", "message"),
     [
-        ({"config": {"mistake": "x"}, "neuron_config": {"router_config": 3}}, "does not take the configuration"),
+        ({"config": {"mistake": "x"}, "neuron_config": {"router_config": 3}}, "does not accept the configuration"),
         ({"neuron_config": {"sequence_parallel_enabled": True}}, "sequence_parallel_enabled"),
-        ({"neuron_config": {"tp_degree": 32}}, "port.nxdi.neuron_config: tp_degree is the run's. Leave it out"),
+        (
+            {"neuron_config": {"tp_degree": 32}},
+            "port.nxdi.neuron_config: the run sets tp_degree itself. Remove this key",
+        ),
         (
             {"causal_lm": "NeuronOther"},
-            r"minimax_m2.py: has no class for NeuronOther\. .*; its classes are .*NeuronMiniMaxM2ForCausalLM",
+            r"minimax_m2.py: expected one class NeuronOther, found none\. .*; the module defines .*MiniMaxM2ForCausalLM",
         ),
         (
             {"taps": {"attn.q_norm": "self_attn.q_layernrm"}},
@@ -428,7 +431,7 @@ def test_keys_that_are_copied_for_each_query_are_not_compared(tmp_path, monkeypa
     model = Model(tmp_path, "qwen3")
     afresh(run_by_ranks, model, 2, "layer_001", tmp_path)
     failures = model.failures("layer_001", tmp_path / "out.h5")
-    assert failures == dict.fromkeys(KEYS, "the port hands no tensor over for this tap")
+    assert failures == dict.fromkeys(KEYS, "the port does not hand over this tap")
 
 
 def test_a_model_that_cannot_be_split_so_is_told(minimax, tmp_path):

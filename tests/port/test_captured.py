@@ -60,12 +60,12 @@ def test_padding_to_the_compiled_shape_is_left_out(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (torch.zeros(1, dtype=torch.bfloat16), "holds one number"),
-        (torch.zeros(1, 8, 16), r"has shape \[1, 8, 16\] for 2 prompts of up to 3 tokens"),
+        (torch.zeros(1, dtype=torch.bfloat16), "contains one number"),
+        (torch.zeros(1, 8, 16), r"has shape \[1, 8, 16\], but the run has 2 prompts of up to 3 tokens"),
         (torch.zeros(2, 2, 16), r"has shape \[2, 2, 16\]"),
         (torch.zeros(2, 8), r"has shape \[2, 8\]"),
-        (torch.zeros(2, 8, 16, dtype=torch.int32), "holds no tensor of floats"),
-        ({"a": torch.zeros(2, 8, 16)}, "holds no tensor of floats"),
+        (torch.zeros(2, 8, 16, dtype=torch.int32), "contains no tensor of floats"),
+        ({"a": torch.zeros(2, 8, 16)}, "contains no tensor of floats"),
         (print, "cannot be read as a tensor"),
     ],
 )

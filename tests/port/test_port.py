@@ -80,10 +80,10 @@ def test_a_port_finds_torch_as_its_import_left_it(tmp_path):
         (
             "gone_package.port",
             None,
-            r"No module named 'gone_package'\). Install gone_package, or name its folder in PYTHONPATH.",
+            r"No module named 'gone_package'\). Install gone_package, or add its directory to PYTHONPATH.",
         ),
         ("gone_module", None, r"No module named 'gone_module'\). Correct port.module."),
-        ("uses.py", "import gone_package", r"Install gone_package, or name its folder in PYTHONPATH."),
+        ("uses.py", "import gone_package", r"Install gone_package, or add its directory to PYTHONPATH."),
         ("breaks.py", "1 / 0", r"ZeroDivisionError: division by zero\). Correct port.module."),
     ],
 )
@@ -145,7 +145,7 @@ def test_memory_that_convert_yields_again_after_it_wrote_into_it_is_told(tmp_pat
     )
     model, settings = own_port(tmp_path, "\n    ".join(lines))
     stream(model, tmp_path)
-    with pytest.raises(StageError, match="yields memory again that it wrote over"):
+    with pytest.raises(StageError, match="reused the buffer of a tensor it had already yielded"):
         run(model, tmp_path, tmp_path / "port", settings, ["embed"])
 
 

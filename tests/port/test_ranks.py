@@ -98,7 +98,7 @@ def test_what_all_ranks_say_is_said_once():
             lambda: os.kill(os.getpid(), signal.SIGKILL),
             "Its process was killed by SIGKILL (out of memory, or killed by",
         ),
-        (lambda: os._exit(3), "Its process ended with exit code 3 before its output was written. Its log has"),
+        (lambda: os._exit(3), "Its process ended with exit code 3 before its output was written. Its log shows"),
         (lambda: os.fork() and os._exit(4), "Its process ended with exit code 4"),
         (lambda: sys.exit("no licence"), "SystemExit"),
     ],

@@ -107,7 +107,7 @@ def test_one_wrong_token_counts_beside_large_ones_and_padding_does_not(tmp_path)
 
 def test_what_only_some_ranks_hand_over_is_told(tmp_path):
     taps = {"attn.q": float32(random(2, 3, 4)), "out": float32(random(2, 3, 4))}
-    with pytest.raises(StageError, match=r"^rank 1 hands no attn\.q over, and other ranks do"):
+    with pytest.raises(StageError, match=r"^rank 1 does not hand over attn\.q, but other ranks do"):
         joined(tmp_path, [taps, {"out": taps["out"]}, taps])
 
 

@@ -324,7 +324,7 @@ def test_layers_that_were_left_out_are_told_if_there_are_any():
 def test_what_was_not_compared_is_listed_with_its_reason():
     text = words(render(*reports.bad(), layers="0-1"))
     for sentence in (
-        "mlp.gate of layer_000 not compared: the port hands no tensor over for this tap.",
+        "mlp.gate of layer_000 not compared: the port does not hand over this tap.",
         "layer_001 not compared: ValueError at port.py:7: no weights.",
         "Chain all ends at layer_001: the port ran out of memory.",
         "all (5 stages); their R and gain do not decide",
@@ -540,9 +540,9 @@ def test_what_was_dropped_of_stages_that_pass_is_told():
 
 def test_a_finding_is_told_once_with_all_stages_that_have_it():
     comparisons = [reports.compared(f"layer_00{layer}") for layer in range(3)]
-    findings = [("never read", "b: on disk and never asked for by convert().", False), ("origin", "c: unknown.", True)]
+    findings = [("never read", "b: on disk, but never read by convert().", False), ("origin", "c: unknown.", True)]
     page = words(render(comparisons, findings=findings))
-    assert "layer_000 to layer_002: b: on disk and never asked for by convert()." in page
+    assert "layer_000 to layer_002: b: on disk, but never read by convert()." in page
     assert "Nothing was found wrong" not in page
     assert page.index("What is well in many ports") < page.index("layer_000 to layer_002: c: unknown.")
 

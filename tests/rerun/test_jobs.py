@@ -488,7 +488,7 @@ def test_a_job_file_that_is_lost_or_broken_is_reported_in_one_line(tmp_path):
 
 
 LAST_WORDS = {
-    "abort": ("os.abort()", "killed by SIGABRT. Its log has what it printed last."),
+    "abort": ("os.abort()", "killed by SIGABRT. Its log shows what it printed last."),
     "crash": ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV."),
     "out of memory": ("os.kill(os.getpid(), 9)", "killed by SIGKILL (out of memory, or killed by hand)."),
     "exit at once": ("os._exit(0)", "ended with exit code 0 before its output was written."),
@@ -634,7 +634,7 @@ def test_each_job_prints_to_its_own_log(tmp_path):
 def test_an_error_says_what_the_log_tells_of_it(tmp_path):
     code = "print('RuntimeError: XLA device not found', flush=True); os.abort()"
     run_apart(tmp_path, code, "first!", "second", logs=True)
-    before, _, meaning = record_of("first").error.partition("Its log has what it printed last: ")
+    before, _, meaning = record_of("first").error.partition("Its log shows what it printed last: ")
     assert before == "The process of the job was killed by SIGABRT. " and meaning == known_errors.explained(code)
     assert "XLA device" not in record_of("second").error
 

@@ -23,7 +23,7 @@ LONGEST_REASON = 500
 def died(code: int, process: str = "The process of the job") -> StageError:
     """Returns the error for a process that ended with this exit code, or minus this signal, explained from its log."""
     meaning = known_errors.explained(_log_so_far())
-    last = f"Its log has what it printed last{f': {meaning}' if meaning else '.'}"
+    last = f"Its log shows what it printed last{f': {meaning}' if meaning else '.'}"
     return StageError(f"{how_it_ended(code, process)} {last}")
 
 

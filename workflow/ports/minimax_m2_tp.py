@@ -60,7 +60,7 @@ def build(stage: Stage) -> nn.Module:
     ranks, config = dist.get_world_size(), dict(stage.config)
     for size in SPLIT_SIZES:
         if config[size] % ranks:
-            raise StageError(f"{size} is {config[size]}, which {ranks} ranks cannot share. Write another parallel.tp.")
+            raise StageError(f"{size} is {config[size]}, which {ranks} ranks do not divide. Write another parallel.tp.")
         config[size] //= ranks
     with torch.device("meta"):
         layer = minimax_m2.Layer(config, stage.dtype)

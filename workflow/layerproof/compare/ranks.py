@@ -42,12 +42,12 @@ class Ranks:
         differs, copies = self.differ.get(name), self.copies.get(name, 1)
         if differs and (differs["change"] is None or differs["change"] > allowed_change(found)):
             by = change_in_words(differs["change"], found)
-            missing = "; their sum is right, so it is the sum over the ranks that is missing" if is_sum_right else ""
-            return f"ranks 0 and {differs['rank']} differ ({by}), where all should have the same{missing}"
+            missing = "; their sum is right, so the sum over the ranks is missing" if is_sum_right else ""
+            return f"ranks 0 and {differs['rank']} differ ({by}), but should have the same tensor{missing}"
         has_parts = (
             min(len(found.shape), len(wanted.shape)) > SPLIT_DIM and found.shape[:SPLIT_DIM] == wanted.shape[:SPLIT_DIM]
         )
         if copies > 1 and has_parts and found.shape[SPLIT_DIM] < wanted.shape[SPLIT_DIM]:
-            held = "all" if copies == self.count else f"each {copies} of the"
-            return f"{held} {self.count} ranks have the same part of it, and the others are nowhere"
+            sharing = "all" if copies == self.count else f"each {copies} of the"
+            return f"{sharing} {self.count} ranks have the same part of it, and no rank has the other parts"
         return None

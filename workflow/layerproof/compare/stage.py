@@ -82,7 +82,7 @@ def compare_taps(
     taps: dict[str, dict[str, Any]] = {}
     for name in in_order(wanted):
         if name not in found:
-            taps[name] = {"status": "missing", "reason": "the port hands no tensor over for this tap"}
+            taps[name] = {"status": "missing", "reason": "the port does not hand over this tap"}
             continue
         left_out = routing.left_out if routing and name in AFTER_ROUTER else None
         sides = wanted[name], truth[name], valid, limit, left_out, noise.get(name)
@@ -91,7 +91,7 @@ def compare_taps(
             mine = ruled_out_as(mine, wanted[name], truth[name])
         taps[name] = judge(mine, *sides, experts=experts if name in AFTER_ROUTER else None)
         if left_out is not None and valid.any() and left_out[valid].all():
-            taps[name]["reason"] = "nothing was compared: at every token experts are nearly tied. Give more tokens."
+            taps[name]["reason"] = "nothing was compared: experts are nearly tied at every token. Use more tokens."
         if routing and routing.compared and name == "router.choice":
             reason = routing.reason()
             taps[name] |= {"status": "fail" if reason else "pass", "reason": reason}

@@ -33,17 +33,17 @@ def make_stage(stage: str, file: Path, tokens: Tokens, output: Path) -> None:
     except Exception as error:  # any error of a foreign or damaged file; torch's advice is to execute its contents
         raise StageError(f"{file}: cannot be read as a tensor ({type(error).__name__}). Capture it again.") from error
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-        raise StageError(f"{file}: holds no tensor of floats. Capture it again.")
+        raise StageError(f"{file}: contains no tensor of floats. Capture it again.")
     if tensor.numel() == 1:
         raise StageError(
-            f"{file}: holds one number, as NxD Inference saves for a module that did not run. Correct its name in "
+            f"{file}: contains one number, as NxD Inference saves for a module that did not run. Correct its name in "
             "modules_to_capture."
         )
     batch, length = tokens.ids.shape
     if tensor.ndim != 3 or tensor.shape[0] < batch or tensor.shape[1] < length:
         raise StageError(
-            f"{file}: has shape {list(tensor.shape)} for {batch} prompts of up to {length} tokens. Capture all prompts of "
-            "results/tokens.json as one batch, padded on the right, without sequence parallelism."
+            f"{file}: has shape {list(tensor.shape)}, but the run has {batch} prompts of up to {length} tokens. Capture all "
+            "prompts of results/tokens.json as one batch, padded on the right, without sequence parallelism."
         )
     array = hdf5.to_array(hdf5.storable(tensor[:batch, :length]))
     hdf5.write(output, {"port": {OUT: array}}, valid=tokens.valid, attributes={"stage": stage})

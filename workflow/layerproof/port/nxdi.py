@@ -60,15 +60,15 @@ def load(module: ModuleType, settings: Nxdi) -> Port:
     fitting = [name for name in own if LANGUAGE_MODEL.fullmatch(name)] if named is None else [named]
     found = list(dict.fromkeys(vars(module)[name] for name in fitting if isinstance(vars(module).get(name), type)))
     if len(found) != 1:
-        names = ", ".join(one.__name__ for one in found) or "no class"
+        names = ", ".join(one.__name__ for one in found) or "none"
         there = ", ".join(name for name, one in own.items() if isinstance(one, type)) or "none"
         raise StageError(
-            f"{module.__file__}: has {names} for {named or LANGUAGE_MODEL.pattern}. Name one class in port.nxdi.causal_lm; "
-            f"its classes are {there}."
+            f"{module.__file__}: expected one class {named or LANGUAGE_MODEL.pattern}, found {names}. Name "
+            f"one in port.nxdi.causal_lm; the module defines {there}."
         )
-    taken = [name for name in OF_THE_RUN if name in settings.neuron_config]
-    if taken:
-        raise StageError(f"port.nxdi.neuron_config: {taken[0]} is the run's. Leave it out.")
+    reserved = [name for name in OF_THE_RUN if name in settings.neuron_config]
+    if reserved:
+        raise StageError(f"port.nxdi.neuron_config: the run sets {reserved[0]} itself. Remove this key.")
     check_canonical(settings.taps, "port.nxdi.taps")
     return Port(found[0], _config_class(found[0], list(own.values())), settings)
 
@@ -91,7 +91,7 @@ def _config_class(causal_lm: Any, own: list[Any]) -> Any:
         if len(set(found)) != 1:
             name = causal_lm.__name__
             raise StageError(
-                f"{causal_lm.__module__}: {name}.get_config_cls() names no configuration class ({error}). Write it."
+                f"{causal_lm.__module__}: {name}.get_config_cls() returns no configuration class ({error}). Implement it."
             ) from error
         return found[0]
 
@@ -158,7 +158,7 @@ class Port:
             is_code = given[name].itemsize == 1 or not given[name].is_floating_point()
             if is_code and wanted[name].is_floating_point() and given[name].dtype != wanted[name].dtype:
                 raise StageError(
-                    f"{stage.name}: {self.causal_lm.__name__} leaves {name} in {given[name].dtype} where the model has "
+                    f"{stage.name}: {self.causal_lm.__name__} leaves {name} in {given[name].dtype}, but the model has "
                     f"{wanted[name].dtype}. Apply its scales in convert_hf_to_neuron_state_dict."
                 )
 
@@ -211,13 +211,13 @@ class Port:
             application = self.causal_lm(str(stage.checkpoint), config)
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise StageError(
-                f"{stage.name}: {self.causal_lm.__name__} does not take the configuration "
-                f"({type(error).__name__}: {error}). Set what it lacks in port.nxdi.config or port.nxdi.neuron_config."
+                f"{stage.name}: {self.causal_lm.__name__} does not accept the configuration "
+                f"({type(error).__name__}: {error}). Set what is missing in port.nxdi.config or port.nxdi.neuron_config."
             ) from error
         if config.neuron_config.sequence_parallel_enabled:
             raise StageError(
-                f"{stage.name}: sequence_parallel_enabled keeps the last token alone, and a stage is compared at all of "
-                "them. Set it to false in port.nxdi.neuron_config."
+                f"{stage.name}: sequence_parallel_enabled keeps only the last token, but Layerproof compares all "
+                "tokens. Set it to false in port.nxdi.neuron_config."
             )
         return application
 

@@ -55,7 +55,9 @@ def check_places(layers: Iterable[nn.Module], places: Mapping[str, str | None]) 
     for tap, place in places.items():
         if place and place.partition("[")[0] not in names:
             near = ", ".join(difflib.get_close_matches(place, names, n=3, cutoff=0)) or "none"
-            raise StageError(f"port.nxdi.taps: {tap}: no layer has a submodule {place}. Name one, such as {near}.")
+            raise StageError(
+                f"port.nxdi.taps: {tap}: no layer has a submodule {place}. Name an existing one, such as {near}."
+            )
 
 
 def put_in(layer: nn.Module, batch: int, seq: int, more: Mapping[str, str | None]) -> None:

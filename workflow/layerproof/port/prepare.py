@@ -105,7 +105,7 @@ def _prepare_port(job: StageRun) -> _Ready:
     left = [key for key, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
     if left:
         raise StageError(
-            f"{job.stage}: {', '.join(left)} has no value after loading. Make it in build() or in convert()."
+            f"{job.stage}: {', '.join(left)} has no value after loading. Create it in build() or convert()."
         )
     module.to(job.x.device)  # tensors outside its state dict
     positions = torch.arange(job.ids.shape[1]).to(job.ids.device)
@@ -204,7 +204,9 @@ def _on_device(
         return tensor.to(device)
     version = 0 if tensor.is_inference() else tensor._version
     if versions.setdefault(tensor.data_ptr(), version) != version:
-        raise StageError("convert() yields memory again that it wrote over. Yield each tensor in memory of its own.")
+        raise StageError(
+            "convert() reused the buffer of a tensor it had already yielded. Allocate a new tensor for each item."
+        )
     return dlpack.from_dlpack(tensor.detach())
 
 

@@ -91,7 +91,7 @@ def load_module(name: str) -> ModuleType:
         raise StageError(f"{error.filename}: line {error.lineno}: {error.msg}. Correct port.module.") from error
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) and error.name != name else None
-        remedy = f"Install {missing}, or name its folder in PYTHONPATH." if missing else "Correct port.module."
+        remedy = f"Install {missing}, or add its directory to PYTHONPATH." if missing else "Correct port.module."
         raise StageError(f"{name}: cannot be imported ({type(error).__name__}: {error}). {remedy}") from error
     return module
 
@@ -104,7 +104,7 @@ def check_module(name: str, module: ModuleType) -> None:
     """
     for function in ("build", "convert"):
         if not callable(getattr(module, function, None)):
-            raise StageError(f"{name}: has no function {function}. See docs/ports.md for what a port defines.")
+            raise StageError(f"{name}: the function {function} is missing. See docs/ports.md for what a port defines.")
     taps = getattr(module, "TAPS", {})
     if not isinstance(taps, Mapping) or not all(isinstance(text, str) for text in (*taps, *taps.values())):
         raise StageError(f'{name}: TAPS must map canonical taps to submodules: {{"attn.q": "attention.q_proj"}}.')

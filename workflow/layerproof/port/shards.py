@@ -61,7 +61,9 @@ def join(
         for name in in_order({name for taps in by_rank for name in taps}):
             lacking = [rank for rank, taps in enumerate(by_rank) if name not in taps]
             if lacking:
-                raise StageError(f"rank {lacking[0]} hands no {name} over, and other ranks do. Tap it on all ranks.")
+                raise StageError(
+                    f"rank {lacking[0]} does not hand over {name}, but other ranks do. Tap it on all ranks."
+                )
             of_ranks = [Tensor(taps[name].data[...], taps[name].dtype) for taps in by_rank]
             if name in SPLIT_BY_RANKS:
                 joined[name], copies[name] = _together(of_ranks)
@@ -142,7 +144,7 @@ def allowed_change(tensor: Tensor) -> float:
 
 def change_in_words(change: float | None, tensor: Tensor) -> str:
     if change is None:
-        return "in shape or in what is not finite"
+        return "in shape or in non-finite values"
     return (
         f"relative L2 {change:.2g} at the worst token"
         if tensor.dtype_class == "float"

@@ -72,10 +72,12 @@ def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], T
     again = compiled.relative_change(run_again()[OUT], plain[OUT]) if alone else 0.0
     if again != 0:
         raise StageError(
-            f"{stage}: two runs on the same input differ ({_by_what(again)}); the port is not deterministic. "
-            "Take out what is random, such as dropout, or give it a seed in forward."
+            f"{stage}: two runs on the same input differ ({_by_what(again)}), so the port is not deterministic. "
+            "Remove what is random, such as dropout, or seed it in forward."
         )
-    raise StageError(f"{stage}: taps change the stage's output ({_by_what(change)}); they cannot be trusted.")
+    raise StageError(
+        f"{stage}: taps change the stage's output ({_by_what(change)}). Make forward compute the same without taps."
+    )
 
 
 def _by_what(change: float | None) -> str:

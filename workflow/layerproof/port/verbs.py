@@ -43,7 +43,7 @@ def add_verbs(verbs: Verbs) -> None:
         "Runs stages of the port: the first on the golden's input, each of the others on the output of the one before."
     )
     add_job_verb(verbs, "chain", run_chain, text, *files)
-    text = "Reads what was captured from a whole compiled model as a chain."
+    text = "Reads the tensors captured from a compiled full model as a chain."
     add_job_verb(verbs, "captured", read_captured, text, "captured", "tokens")
 
 
