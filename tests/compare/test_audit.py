@@ -131,7 +131,7 @@ def test_bytes_by_dtype(run, tmp_path):
         (
             convert_as("input_norm.weight", "torch.ones(stage.config['hidden_size'], dtype=stage.dtype)"),
             "never read",
-            "model.layers.1.input_layernorm.weight: on disk and never asked for by convert().",
+            "model.layers.1.input_layernorm.weight: on disk, but never read by convert().",
         ),
         (
             convert_as("input_norm.weight", "weights[prefix + source] * 0 + 1"),
@@ -160,7 +160,7 @@ def test_bytes_by_dtype(run, tmp_path):
                 "return (x + self.moe(self.post_attention_norm(x))).float()",
             ),
             "activations",
-            "out: float32, where the golden has bfloat16. The next stage gets it so unless the port narrows it.",
+            "out: float32, but the golden has bfloat16. The next stage receives it in this dtype unless the port casts it.",
         ),
     ],
     ids=["upcast", "v from k", "k twice", "norm of ones", "no effect", "one expert", "expert 0", "out"],
@@ -212,30 +212,30 @@ NORM, GATE = "model.layers.1.input_layernorm.weight", "model.layers.1.block_spar
             f"{NORM}: read from disk more than once (",
         ),
         ("part", "yield 'part', weights[norm][::2].clone()", "in part", f"{NORM}: only 50.00% of it went into part."),
-        ("norm", "weights[gate]; yield 'norm', weights[norm]", "dropped", f"{GATE}: read by convert() and used in no"),
+        ("norm", "weights[gate]; yield 'norm', weights[norm]", "dropped", f"{GATE}: read by convert(), but used in no"),
         (
             "norm",
             "yield 'norm', torch.ones_like(weights[norm])",
             "origin",
-            "norm: made by convert() of nothing on disk.",
+            "norm: created by convert() without any tensor on disk.",
         ),
         (
             "norm",
             "yield 'norm', torch.ones_like(weights[norm])",
             "dropped",
-            f"{NORM}: read by convert() and used in no parameter.",
+            f"{NORM}: read by convert(), but used in no parameter.",
         ),
         (
             "norm8",
             "yield 'norm8', weights[norm].to(torch.float8_e4m3fn)",
             "rounded",
-            "norm8: rounded to float8_e4m3fn, where checkpoint and golden have bfloat16.",
+            "norm8: rounded to float8_e4m3fn, but checkpoint and golden have bfloat16.",
         ),
         (
             "norm",
             "yield 'norm', torch.from_numpy(weights[norm].float().numpy()).bfloat16()",
             "origin",
-            "norm: cannot be followed to a tensor on disk through convert().",
+            "norm: cannot be traced through convert() to a tensor on disk.",
         ),
     ],
 )
@@ -302,6 +302,6 @@ def convert(stage, weights):
 
 def test_values_of_the_ports_own_and_of_unknown_origin(run, tmp_path):
     found = dict(findings_in(run, tmp_path, OWN_INITIAL))
-    assert found["initial"] == "weight: as build() left it; nothing on disk went into it."
+    assert found["initial"] == "weight: still as build() created it; nothing on disk was loaded into it."
     assert "model.layers.1.block_sparse_moe.experts.*.w*.weight" in found["never read"]
     assert "dropped" not in found, "it may have gone into bias"

@@ -28,8 +28,8 @@ def test_what_tracing_makes_a_constant_is_in_the_report(tmp_path):
     found = verdicts(workflow)
     assert found["first_culprit"]["stage"] == "layer_000" and found["stages"]["embed"]["status"] == "pass"
     report = (workflow.results / "report.html").read_text()
-    assert "layer_000: traced on other values it is another graph" in report
-    assert "layer_000: compiled it gives another result than as it is, first at input_norm" in report
+    assert "layer_000: the graph depends on the values that it is traced on" in report
+    assert "layer_000: compiling changes the result, first at input_norm" in report
     diagnosis = json.loads((workflow.results / "diagnosis/layer_000.json").read_text())
     assert diagnosis["culprits"][0]["tap"] == "input_norm" and "not compiled" in diagnosis["culprits"][0]["findings"][0]
 

@@ -66,7 +66,9 @@ def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch):
     audited = read(workflow, "audit.json")["stages"]
     kinds = {stage: [finding["kind"] for finding in audited[stage]["findings"]] for stage in audited}
     assert "rank baked in" in kinds["layer_000"] and "rank baked in" not in kinds["embed"]
-    assert "layer_000: traced on rank 1 it is another graph" in (workflow.results / "report.html").read_text()
+    assert (
+        "layer_000: the graph of rank 1 differs from that of rank 0" in (workflow.results / "report.html").read_text()
+    )
 
     workflow.configure(port={"nxdi": {"config": {"mistake": "no sum"}}})
     workflow.run()
@@ -78,6 +80,6 @@ def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch):
         "rank": None,
     }
     reason = read(workflow, "compare/layer_000.json")["reason"]
-    assert reason.startswith("attn.out: ranks 0 and 1 differ") and "the sum over the ranks that is missing" in reason
+    assert reason.startswith("attn.out: ranks 0 and 1 differ") and "the sum over the ranks is missing" in reason
     kinds = {one["kind"] for one in read(workflow, "audit.json")["stages"]["layer_000"]["findings"]}
     assert not kinds & {"rank baked in", "in part", "twice"}

@@ -153,26 +153,26 @@ class _WeightLedger:
             )
         for (dtype, disk), group in _grouped(narrow):
             names = _names(one.name for one in group)
-            yield "rounded", f"{names}: rounded to {dtype}, where checkpoint and golden have {disk}."
+            yield "rounded", f"{names}: rounded to {dtype}, but checkpoint and golden have {disk}."
 
     def use(self) -> Iterator[Finding]:
         """Finds tensors on disk that are unused, used in part or used twice, and parameters that come from none."""
         used = {name for parameter in self.parameters for name in parameter.of}
         never = [name for name, reads in self.reads.items() if not reads]
         if never:
-            yield "never read", f"{_names(never)}: on disk and never asked for by convert()."
+            yield "never read", f"{_names(never)}: on disk, but never read by convert()."
         lost = [name for name, reads in self.reads.items() if reads and name not in used]
         initial = [one.name for one in self.parameters if one.initial]
         if initial:
-            yield "initial", f"{_names(initial)}: as build() left it; nothing on disk went into it."
+            yield "initial", f"{_names(initial)}: still as build() created it; nothing on disk was loaded into it."
         constant = [one.name for one in self.parameters if one.constant and not one.initial]
         if constant:
-            yield "origin", f"{_names(constant)}: made by convert() of nothing on disk."
+            yield "origin", f"{_names(constant)}: created by convert() without any tensor on disk."
         unknown = [one.name for one in self.parameters if not (one.of or one.initial or one.constant)]
         if unknown:
-            yield "origin", f"{_names(unknown)}: cannot be followed to a tensor on disk through convert()."
+            yield "origin", f"{_names(unknown)}: cannot be traced through convert() to a tensor on disk."
         elif lost:  # otherwise it may be in a parameter of unknown origin
-            yield "dropped", f"{_names(lost)}: read by convert() and used in no parameter."
+            yield "dropped", f"{_names(lost)}: read by convert(), but used in no parameter."
         for sources, group in self._sharing():
             parts, whole = sum(one.count for one in group), sum(map(self._counted, sources))
             names = _names(one.name for one in group)
@@ -190,7 +190,7 @@ class _WeightLedger:
         for square in (False, True):
             names = [one.name for one in self.parameters if one.transposed and self._is_square(one) == square]
             if names:
-                why = " It is square, so no shape would tell if that were wrong." if square else ""
+                why = " It is square, so its shape would not reveal a mistake." if square else ""
                 yield "transposed", f"{_names(names)}: transposed in convert().{why}"
         again = [name for name, reads in self.reads.items() if reads > 1]
         if again:
@@ -241,8 +241,8 @@ def _activations(found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterato
     }
     for dtype in dict.fromkeys(wide.values()):
         names = [name for name, its in wide.items() if its == dtype]
-        stage = " The next stage gets it so unless the port narrows it." if OUT in names else ""
-        yield "activations", f"{_names(names)}: {dtype}, where the golden has {wanted[names[0]]}.{stage}"
+        stage = " The next stage receives it in this dtype unless the port casts it." if OUT in names else ""
+        yield "activations", f"{_names(names)}: {dtype}, but the golden has {wanted[names[0]]}.{stage}"
 
 
 def moved_by_compiling(tracing: Mapping[str, Any]) -> list[str]:
@@ -256,29 +256,30 @@ def _compiled(tracing: Mapping[str, Any]) -> Iterator[Finding]:
     if tracing["depends_on_values"]:
         yield (
             "value baked in",
-            "traced on other values it is another graph: forward reads a number from a tensor while it is traced "
-            "(.item(), an if on it), and keeps the one of the values that it was traced on. Compute it with tensors.",
+            "the graph depends on the values that it is traced on: forward reads a number from a tensor during tracing "
+            "(.item(), an if on it), and that number becomes a constant. Compute it with tensors.",
         )
     for constant in tracing["constants"]:
         yield (
             "constant baked in",
             f"{constant['name'] or 'a tensor'} ({constant['dtype']}, {constant['shape']}): a constant of the compiled "
-            "graph, being no parameter and no buffer. Register it, or each layer and rank needs a graph of its own.",
+            "graph, because it is neither a parameter nor a buffer. Register it; otherwise each layer and rank needs its "
+            "own graph.",
         )
     if ranks := tracing.get("other_on_ranks"):
         yield (
             "rank baked in",
-            f"traced on rank {ranks[0]} it is another graph than on rank 0: forward computes with the number of its rank, "
-            "or with a tensor that is no parameter and no buffer. Where one graph is compiled for all ranks, each would do "
-            "what rank 0 does. Make the rank a parameter.",
+            f"the graph of rank {ranks[0]} differs from that of rank 0: forward computes with the number of its rank, or "
+            "with a tensor that is neither a parameter nor a buffer. If one graph is compiled for all ranks, each does what "
+            "rank 0 does. Make the rank a parameter.",
         )
     for name, (eager, compiled) in tracing["dtypes"].items():
-        yield "compiled dtype", f"{name}: {compiled} when it is compiled, {eager} when it is not."
+        yield "compiled dtype", f"{name}: {compiled} when compiled, {eager} when not."
     moved = moved_by_compiling(tracing)
     if moved:
         largest = tracing["change"][moved[0]]
-        by = "in shape or in what is not finite" if largest is None else f"by a relative L2 of {largest:.2g}"
-        yield "compiled", f"compiled it gives another result than as it is, first at {moved[0]} ({by})."
+        by = "in shape or in non-finite values" if largest is None else f"by a relative L2 of {largest:.2g}"
+        yield "compiled", f"compiling changes the result, first at {moved[0]} ({by})."
 
 
 def _grouped(

@@ -26,7 +26,7 @@ def add_verbs(verbs: Verbs) -> None:
     add_job_verb(verbs, "compare", compare, "Compares every tap of stages with the golden.", *files)
     files = "golden", "port", "comparisons", "noise", "tokens"
     add_job_verb(verbs, "compare-chain", compare_chain, "Compares a chain with the golden's trajectory.", *files)
-    text = "Finds the first stage at which the port goes wrong on its own outputs, by halving."
+    text = "Finds the first stage at which the port goes wrong on its own outputs, by bisection."
     files = "golden", "noise", "weights", "tokens", "config", "previous"
     add_job_verb(verbs, "bisect", bisect, text, *files)
 
@@ -107,7 +107,7 @@ def bisect(args: argparse.Namespace) -> None:
         content = bisect.bisect(job.arguments["stages"], run, golden, noise, prompts.valid)
         left_out = job.arguments["left_out"]  # chains have no gap
         if left_out:
-            print(f"{', '.join(left_out)}: behind a gap in layers (config.yaml), so not looked at")
+            print(f"{', '.join(left_out)}: skipped, because layers (config.yaml) has a gap before them")
         write_json(output, content | {"left_out": left_out})
         return {jobs.CODE: ranks.code_of(done)}
 
