@@ -620,4 +620,4 @@ def test_a_file_to_write_wants_what_a_job_has(capsys, tmp_path):
     from layerproof import cli
 
     assert cli.run(["preflight", str(tmp_path / "port.json"), "--side", "port"]) == 2
-    assert capsys.readouterr().err.startswith("error: preflight: a file to write needs one --job, too.")
+    assert capsys.readouterr().err.startswith("error: preflight: an output file needs exactly one --job.")

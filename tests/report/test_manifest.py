@@ -177,7 +177,7 @@ def test_an_input_that_is_not_what_was_read_is_not_archived(results):
 
 def test_no_manifest_without_a_report(results):
     (results / "records/report.json").unlink()
-    with pytest.raises(UserError, match=r"^results/records/report\.json: is not there\. Run layerproof run"):
+    with pytest.raises(UserError, match=r"^results/records/report\.json: does not exist\. Run layerproof run"):
         manifest.write(results / "manifest.json")
 
 
@@ -299,7 +299,7 @@ def test_an_archive_with_a_damaged_byte_is_found(archive, capsys):
 )
 def test_an_unusable_archive_is_told_in_one_line(archive, damage):
     damage(archive)
-    with pytest.raises(UserError, match=r"is no archive of a run") as error:
+    with pytest.raises(UserError, match=r"is not an archive of a run") as error:
         manifest.verify(archive)
     assert "\n" not in str(error.value)
 

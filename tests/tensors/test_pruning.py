@@ -129,7 +129,7 @@ def test_a_job_that_reads_all_has_trimmed_files_made_again(whole, tmp_path):
     pruning.require_intact([whole, tmp_path / "none.h5"])
     pruning.prune(whole)
     with pytest.raises(
-        UserError, match=r"layer_000.h5: held only outputs.*was removed: all taps are needed again. Run again."
+        UserError, match=r"layer_000.h5: contained only outputs.*all taps are needed, so it was removed. Run again."
     ):
         pruning.require_intact([whole])
     assert not whole.exists()

@@ -42,8 +42,8 @@ PAIRED = 6
 """How many of the best single faults are tried in pairs with all others."""
 
 ONLY_COMPILED = (
-    "The stage as it is, not compiled, gives another tensor here, and forced it is right everywhere: look at what tracing "
-    "and the compiler make of it, not at its mathematics."
+    "Uncompiled, the stage gives another tensor here, and teacher-forced it is right everywhere: look for the mistake in "
+    "tracing and compiling, not in its mathematics."
 )
 NEAR = 2.0
 """A fault that does not explain a tap is reported if it reduces the port's own R by more than this factor."""
@@ -357,7 +357,7 @@ def _together(bench: _Bench, faults: tuple[Fault, ...]) -> dict[str, Any] | None
     try:
         exact, rounded = (_arrays(stage.run({}, faults)) for stage in (bench.exact, bench.golden))
     except NotApplicable as reason:
-        print(f"the causes cannot be made together: {reason}")
+        print(f"the causes cannot be combined: {reason}")
         return None
     alike = bench.valid
     if CHOICE in exact and CHOICE in bench.port and bench.port[CHOICE].shape == exact[CHOICE].shape:

@@ -28,10 +28,10 @@ from layerproof.tensors import pruning
 
 def add_verbs(verbs: Verbs) -> None:
     """Adds `teacher-force` and `diagnose` to the command line."""
-    text = "Runs stages of the port that fail with the golden's tap in place of each of their own."
+    text = "Runs failing stages of the port teacher-forced: the golden's tap replaces each of their own."
     files = "comparison", "golden", "weights", "tokens", "config", "previous"
     add_job_verb(verbs, "teacher-force", teacher_force, text, *files)
-    text = "Finds which known mistake a stage that fails behaves like."
+    text = "Finds the known mistake that explains a failing stage."
     files = "comparison", "golden", "noise", "port", "forced", "weights", "tokens", "config", "previous"
     add_job_verb(verbs, "diagnose", diagnose, text, *files)
 

@@ -75,7 +75,7 @@ def _jobs_behind_report(results: Path) -> dict[str, Record]:
     read = ((str(path.relative_to(results / "records").with_suffix("")), Record.read(path)) for path in paths)
     records = {name: record for name, record in read if record is not None}
     if "report" not in records:
-        raise UserError(f"{results}/records/report.json: is not there. Run layerproof run {results}/report.html.")
+        raise UserError(f"{results}/records/report.json: does not exist. Run layerproof run {results}/report.html.")
     makers = {output: name for name, record in records.items() for output in record.outputs}
     behind: set[str] = set()
     waiting = ["report", *({"bisect"} & records.keys())]
@@ -222,7 +222,7 @@ def _read(manifest: Path) -> dict[str, Any]:
 
 def _checked(content: Any, where: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
-        raise UserError(f"{where}: holds no manifest of schema {SCHEMA_VERSION}.")
+        raise UserError(f"{where}: contains no manifest of schema {SCHEMA_VERSION}.")
     if content.get("digest") != digest_of({key: value for key, value in content.items() if key != "digest"}):
         raise UserError(f"{where}: was changed by hand: its digest does not match. Run snakemake again to renew it.")
     return content
@@ -254,4 +254,4 @@ def _archive_problems(path: Path) -> list[str]:
                 problems += [] if same else [f"changed: {name}"]
             return problems
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: is no archive of a run ({error}).") from None
+        raise UserError(f"{path}: is not an archive of a run ({error}).") from None

@@ -30,10 +30,10 @@ def add_verbs(verbs: Verbs) -> None:
         verbs,
         "audit",
         audit,
-        "Says what became of the weights, and what memory and disk the jobs take, as results/audit.json has it.",
+        "Reports what became of the weights, and how much memory and disk the jobs need (results/audit.json).",
         *("weights", "golden", "port", "prediction"),
         example="layerproof audit",
-        exits="0 if nothing was found; 1 if there is a finding; 2 if there is no audit yet",
+        exits="0 if nothing was found; 1 if there is a finding; 2 if no audit exists yet",
     )
     text = "Drops the taps of stages that pass, except their outputs and the statistics of all."
     add_job_verb(verbs, "prune", prune, text, "comparison", "diagnosis", "golden", "port")
@@ -57,7 +57,7 @@ def add_verbs(verbs: Verbs) -> None:
         verify,
         "Finds files that were changed, removed or added since the manifest was written, or in an archive.",
         example="layerproof verify results/archive/2026-11-26.zip",
-        exits="0 if every file is as it was; 1 if one differs; 2 if there is no usable manifest",
+        exits="0 if every file is as it was; 1 if one differs; 2 if the manifest is missing or unusable",
     )
     verb.add_argument("manifest", type=Path, nargs="?", default=Path("results/manifest.json"), help="or an archive")
     verb = add_person_verb(

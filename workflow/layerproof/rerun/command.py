@@ -37,8 +37,10 @@ def add_job_verb(
         verb.set_defaults(action=action)
     verb.add_argument("outputs", nargs="*" if by_hand else "+", type=Path, help="files to write")
     verb.add_argument("--job", nargs="+", type=_job, default=[], required=not by_hand, help="job files")
-    verb.add_argument("--log", nargs="+", type=Path, default=[], help="where each job prints, in place of the terminal")
-    text = "run in this process, also what is up to date, and leave exceptions alone"
+    verb.add_argument(
+        "--log", nargs="+", type=Path, default=[], help="log file of each job; by default jobs print on the terminal"
+    )
+    text = "run in this process even if up to date, and do not catch exceptions"
     verb.add_argument("--debug", action="store_true", help=text)
     for file in files:
         one = file in ONE_FILE
@@ -89,7 +91,7 @@ def of_stage(paths: Iterable[Path], stage: str) -> Path:
     for path in paths:
         if path.stem == stage:
             return path
-    raise UserError(f"{stage}: the command names no file of it. Copy the command from snakemake -n -p.")
+    raise UserError(f"{stage}: the command names no file of this stage. Copy the command from snakemake -n -p.")
 
 
 def of_stages(paths: Iterable[Path], stages: Iterable[str]) -> list[Path]:
@@ -128,7 +130,7 @@ def only_job(args: argparse.Namespace) -> Job:
         UserError: if a verb that may be called by hand has files to write and no job file.
     """
     if len(args.job) != 1:
-        raise UserError(f"{args.verb}: a file to write needs one --job, too. Leave it out to look by hand.")
+        raise UserError(f"{args.verb}: an output file needs exactly one --job. Omit the file to print the result.")
     return args.job[0]
 
 

@@ -102,7 +102,7 @@ def require_intact(paths: Iterable[Path]) -> None:
     if pruned:
         names = ", ".join(map(str, pruned))
         raise UserError(
-            f"{names}: held only outputs (compare.taps: auto) and was removed: all taps are needed again. Run again."
+            f"{names}: contained only outputs (compare.taps: auto), but all taps are needed, so it was removed. Run again."
         )
 
 
