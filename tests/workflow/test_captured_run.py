@@ -62,7 +62,7 @@ def test_a_compiled_model_that_does_something_else_than_its_stages_fails(tmp_pat
     assert found["chains"]["captured"]["first_wrong"] == "layer_001"
     assert gate(workflow.results / "verdicts.json") == 1
     report = (workflow.results / "report.html").read_text()
-    assert "the compiled model that was captured goes wrong behind layer_000, by layer_001." in report
+    assert "the captured compiled model goes wrong after layer_000, by layer_001 at the latest." in report
 
     # A file that cannot be used is told, and the others are compared.
     (tmp_path / "captured/captured_tensors_cte_step_1_module_layers.0_output.pt").write_bytes(b"cut")

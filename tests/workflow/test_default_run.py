@@ -59,8 +59,8 @@ def test_the_audit_is_told_by_hand(workflow):
     told = layerproof(workflow, "audit")
     assert told.returncode == 0 and "finding" not in told.stdout, told.stderr
     assert told.stdout.startswith("embed: ") and "; golden job " in told.stdout
-    assert "Golden, whole model in one process: " in told.stdout
-    assert "8 x A100 80 GB, golden: a stage fits; the whole model fits (1 devices have it)" in told.stdout
+    assert "Golden, full model in one process: " in told.stdout
+    assert "8 x A100 80 GB, golden: a stage fits; the full model fits (it needs 1 device)" in told.stdout
 
 
 def test_files_are_digested_as_often_as_the_time_of_a_run_is_reckoned_with(workflow):

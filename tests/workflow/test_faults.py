@@ -204,7 +204,7 @@ def test_extra_tensor_is_told_and_harmless(workflow):
     workflow.run()
     assert {name for name, digest in digests(workflow).items() if digest != before[name]} == {"weights/unused.json"}
     assert "rotary.of.the.past: is in the checkpoint, but no stage loads it" in workflow.log("weights")
-    assert in_report(workflow, "1 tensor is in the checkpoint and loaded by no stage: rotary.of.the.past.")
+    assert in_report(workflow, "No stage loads 1 tensor of the checkpoint: rotary.of.the.past.")
     assert set(statuses(workflow).values()) == {"pass"}
 
 

@@ -29,14 +29,14 @@ def what_was_compared(
         "Taps": f"{sum(counts.values())}: "
         + ", ".join(f"{count} {status}" for status, count in counts.items() if count),
         "Chains": ", ".join(f"{chain['chain']} ({counted(len(chain['stages']), 'stage')})" for chain in chains)
-        + ("; their R and gain do not decide" if chains else "none")
+        + ("; their R and gain do not affect the verdict" if chains else "none")
         + (f", but how far {CAPTURED} strays does" if any(chain["chain"] == CAPTURED for chain in chains) else ""),
         "Inputs": _inputs_text(_prompt_lengths(comparisons), config.inputs),
         "Golden": f"{golden.dtype} on {_devices(comparisons, 'golden')}; truth in float32",
         "Port": f"{port.module if port.backend != 'transformers' else 'transformers'}, {port.dtype} on "
         f"{f'{ranks} ranks on ' if ranks > 1 else ''}{_devices(comparisons, 'port')}",
         "Rule": f"a tap passes if R is at most {config.compare.limit:g} times what legitimate variants of the golden "
-        "reach, where R is the error of the port in units of the error of the golden, both against the fp32 truth, taken "
+        "reach, where R is the error of the port in units of the error of the golden, both against the fp32 truth, "
         "element by element; its "
         f"worst token, channel block, head and expert at most {GROUP_LIMIT * config.compare.limit:g} times",
     }
@@ -62,8 +62,7 @@ def unused_tensors(names: Sequence[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - 5} more (results/weights/unused.json)" if len(names) > 5 else ""
-    loads = "is in the checkpoint and loaded" if len(names) == 1 else "are in the checkpoint and loaded"
-    return [f"{counted(len(names), 'tensor')} {loads} by no stage: {', '.join(names[:5])}{more}."]
+    return [f"No stage loads {counted(len(names), 'tensor')} of the checkpoint: {', '.join(names[:5])}{more}."]
 
 
 def what_was_not_compared(
@@ -105,17 +104,17 @@ def what_was_not_compared(
         )
     alone = [stage for stage in stages if not any(stage in chain["stages"] for chain in chains)]
     if not chains:
-        sentences.append("No chain was run, so errors that compound from stage to stage were not looked at.")
+        sentences.append("No chain was run, so errors that compound from stage to stage were not checked.")
     elif alone:
-        sentences.append(f"{ranges(alone)} ran alone only: no chain has them.")
+        sentences.append(f"{ranges(alone)} ran only in isolation: no chain includes them.")
     for chain in chains:
         for stage, entry in chain["stages"].items():
             if entry["status"] == "error":
-                what = "has not" if chain["chain"] == CAPTURED else "ends at"
+                what = "lacks" if chain["chain"] == CAPTURED else "ends at"
                 sentences.append(f"Chain {chain['chain']} {what} {stage}: {with_period(entry['reason'])}")
     if config.parallel.tp > 1 and "cpu" in {port.get("device") for port in _sides(comparisons, "port")}:
         sentences.append(
-            "The port's ranks ran on the CPU in torch alone: a device and its collectives were not looked at."
+            "The port's ranks ran on the CPU, in torch alone: no device and none of its collectives were checked."
         )
     sentences += _experts_without_tokens(comparisons)
     lengths = _prompt_lengths(comparisons)
@@ -137,7 +136,7 @@ def _experts_without_tokens(comparisons: Sequence[Comparison]) -> list[str]:
         return []
     least, most = min(found.values()), max(found.values())
     count = f"{most}" if least == most else f"{least} to {most}"
-    return [f"In {ranges(list(found))} {count} of the {experts} experts had no token that was compared."]
+    return [f"In {ranges(list(found))}, {count} of the {experts} experts received no token that was compared."]
 
 
 def _devices(comparisons: Sequence[Comparison], side: str) -> str:

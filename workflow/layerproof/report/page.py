@@ -180,19 +180,19 @@ def _routing_text(routing: Mapping[str, Any]) -> str:
     flips, excused = routing["flips"], routing["excused"]
     if flips is None:
         return (
-            f"the port's choice of experts is not known, so tokens at which it takes the other of two near-ties count in "
-            f"full. The taps after the router leave {counted(routing['golden_flips'], 'token')} out, at which the golden "
+            f"the port's choice of experts is unknown, so tokens at which it chooses the other expert of a near-tie count "
+            f"in full. The taps after the router leave out {counted(routing['golden_flips'], 'token')} at which the golden "
             f"chooses other experts than the truth."
         )
     if not flips and not routing["golden_flips"]:
         return f"port and golden choose the same experts as the truth for all {counted(routing['tokens'], 'token')}."
     return (
         f"the port chooses other experts than the truth for {flips} of {counted(routing['tokens'], 'token')}, "
-        f"the golden for {routing['golden_flips']}. Of the port's flips {excused} "
+        f"the golden for {routing['golden_flips']}. {excused} of the port's flips "
         f"{'is a near-tie' if excused == 1 else 'are near-ties'} and excused: "
         f"the noise explains margins up to {number(routing['noise_margin'])}, "
         f"the largest is {number(routing['largest_margin'])}. "
-        f"The taps after the router leave {counted(routing['left_out'], 'token')} out."
+        f"The taps after the router leave out {counted(routing['left_out'], 'token')}."
     )
 
 

@@ -56,7 +56,7 @@ def verdict_sentences(
             *_first_stopped([one for one in stopped if one not in before]),
         ]
     if not agreeing:
-        return ["Nothing was compared, so nothing is known of the port.", *_first_stopped(stopped)]
+        return ["No stage was compared, so the port has no verdict.", *_first_stopped(stopped)]
     if stopped:
         passed = len(comparisons) - len(stopped)
         rest = f"The other {counted(passed, 'stage')} {'passes' if passed == 1 else 'pass'}." if passed else ""
@@ -83,7 +83,7 @@ def verdict_sentences(
         f"{every} and {counted(agreeing, 'tap')} agree with the golden"
         if not missing
         else f"{counted(len(comparisons), 'stage')} and {counted(agreeing, 'tap')} agree with the golden, "
-        f"{counted(missing, 'tap')} could not be looked at"
+        f"{counted(missing, 'tap')} could not be compared"
     )
     return [
         f"The port passes: {scope} (largest R {number(R)} at {stage} {name}).",
@@ -102,16 +102,16 @@ def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
             if not order:
                 return []
             if not first:
-                return [f"The compiled model that was captured strays no further than right ones do ({ranges(order)})."]
+                return [f"The captured compiled model strays no further than a correct port does ({ranges(order)})."]
             before = order[: order.index(first)]
-            where = f"{f'behind {before[-1]}, ' if before else ''}by {first}"
+            where = f"{f'after {before[-1]}, ' if before else ''}by {first} at the latest"
             if not alone:
-                return [f"The compiled model that was captured goes wrong {where}."]
+                return [f"The captured compiled model goes wrong {where}."]
             return [
-                f"Every stage passes alone, but the compiled model that was captured goes wrong {where}.",
-                "What is wrong is in neither the stages' code nor their weights as they were run here, but in what "
-                "compiling the whole adds: other weights or prompts, ranks and their slices, constants, compiler flags, "
-                "kernels.",
+                f"Every stage passes alone, but the captured compiled model goes wrong {where}.",
+                "The mistake is neither in the code of the stages nor in their weights as they ran here. Look at what "
+                "compiling the full model adds: other weights or prompts, ranks and their slices, constants, compiler "
+                "flags, kernels.",
             ]
     return []
 
@@ -123,19 +123,19 @@ def _culprit(
     stage, name = first["stage"], first["tap"]
     order = [comparison["stage"] for comparison in comparisons]
     ran = all(one["status"] not in NOT_COMPARED for one in comparisons[: order.index(stage)])
-    where = f"{stage} is the first {'' if ran else 'of those that ran '}that goes wrong, at {name}"
+    where = f"{stage} is the first stage {'' if ran else 'of those that ran '}that goes wrong, at {name}"
     tap = comparisons[order.index(stage)]["taps"][name]
     if not culprits or not culprits[0]["cause"]:
         because = _because(tap, culprits, limit)
-        told = _nonfinite(tap) or tap.get("count") == 0  # the reason itself says where
-        located = culprits[0]["findings"] if culprits and not told else []
+        is_located = _nonfinite(tap) or tap.get("count") == 0  # the reason itself says where
+        located = culprits[0]["findings"] if culprits and not is_located else []
         leading, *known = [*located[:1], because, *located[1:]]
         sentences = [f"{where}: {_lower(leading)}", *known, *(_nearest(culprits[0]) if culprits else [])]
     else:
         cause = culprits[0]["cause"]
         sentences = [f"{where}: it behaves as if the port had {cause['text']} ({_explained(cause)})."]
         sentences += (
-            [f"Where it is not NaN or Inf, that is. {_because(tap, culprits, limit)}"] if _nonfinite(tap) else []
+            [f"That holds where it is not NaN or Inf. {_because(tap, culprits, limit)}"] if _nonfinite(tap) else []
         )
     return sentences + _in_the_same_stage(culprits)
 
@@ -143,7 +143,7 @@ def _culprit(
 def _because(tap: Mapping[str, Any], culprits: Sequence[Mapping[str, Any]], limit: float) -> str:
     """Why a tap failed, as a sentence."""
     R, allowed, where = failing_limit(tap, limit)
-    because = tap["reason"] or f"it is wrong by R {number(culprits[0]['R'])} where its input is right"
+    because = tap["reason"] or f"its R is {number(culprits[0]['R'])}, although its input is right"
     if R is not None and allowed < R and not _nonfinite(tap):
         because = f"R is {number_above(R, allowed)}{f' at {where}' if where else ''} where {allowed:.4g} is allowed"
     return with_period(because[0].upper() + because[1:])
@@ -164,8 +164,9 @@ def _explained(cause: Mapping[str, Any]) -> str:
     """How well a cause explains its tap, and how well the next best does."""
     runner_up = cause["runner_up"]
     exact = cause["R_explained"] < EXACT
-    best = "explains it exactly" if exact else f"explains it to R = {number(cause['R_explained'])}"
-    return f"{best}; next best {number(runner_up['R_explained'])}" if runner_up else f"{best}; nothing else comes near"
+    matches = "the port matches it exactly" if exact else f"R is {number(cause['R_explained'])}"
+    rest = f"with the next best {number(runner_up['R_explained'])}" if runner_up else "no other mistake comes near"
+    return f"with this mistake in the golden, {matches}; {rest}"
 
 
 def _nearest(culprit: Mapping[str, Any]) -> list[str]:
@@ -196,7 +197,7 @@ def _in_the_same_stage(culprits: Sequence[Mapping[str, Any]]) -> list[str]:
         if text is None:
             sentences.append(f"In this stage {where} too, and not only because of that.")
         elif first and text == first["text"]:
-            sentences.append(f"In the same way {where}.")
+            sentences.append(f"{where} in the same way.")
         else:
             sentences.append(f"In this stage {where} too, as if the port had {text}.")
     return sentences
@@ -256,10 +257,9 @@ def _margin(comparisons: Sequence[Comparison], limit: float) -> list[str]:
         return []
     most, stage, name, where = max(used)
     return [
-        f"{name} of {stage} comes nearest to its limit, with {share(most)} of the error that is allowed{where}. More than "
-        f"{limit:g} times what legitimate variants of the golden reach at a tap would have failed, and more than "
-        f"{GROUP_LIMIT * limit:g} times what they reach at its worst token, head, channel block or expert; less "
-        "would not have been seen."
+        f"{name} of {stage} comes nearest to its limit, with {share(most)} of the allowed error{where}. A tap fails above "
+        f"{limit:g} times the error of legitimate variants of the golden, or above {GROUP_LIMIT * limit:g} times at its "
+        "worst token, head, channel block or expert. Smaller mistakes do not show."
     ]
 
 
@@ -276,11 +276,9 @@ def diagnosis_sentences(diagnosis: Mapping[str, Any], limit: float) -> list[tupl
             if cause
             else _nearest(culprit)
         )
-        found = "Wrong of itself" if culprit["forced"] else "Fails, though no tap does when what feeds it is right"
+        found = "Wrong by itself" if culprit["forced"] else "Fails, although no tap fails when its inputs are right"
         if explained and not cause:
-            found = (
-                "Wrong too, though the mistakes named account for the output: its value may be dropped behind the tap"
-            )
+            found = "Also wrong, although the mistakes found explain the output: the stage may not use the value of this tap"
         if culprit["R"] is not None and culprit["R"] > limit:  # otherwise NaN or Inf is wrong
             found += f", R {number(culprit['R'])}" + (f" at {culprit['at']}" if culprit["at"] else "")
             found += " with the golden's taps before it" if culprit["forced"] else ""
@@ -317,7 +315,7 @@ def _first_stopped(stopped: Sequence[Comparison]) -> list[str]:
 
 def _end_to_end(chains: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
-        f"On its own outputs (chain {chain['chain']}) it finds the same token most likely as the golden at "
+        f"On its own outputs (chain {chain['chain']}) the port predicts the same token as the golden at "
         f"{share(chain['logits']['argmax'])} of the positions."
         for chain in chains
         if chain["logits"]

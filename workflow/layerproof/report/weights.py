@@ -6,6 +6,7 @@ from typing import Any
 
 from layerproof.files import size
 from layerproof.model.stages import layer_of, ranges
+from layerproof.report.words import counted
 
 
 def section(audit: Mapping[str, Any], pruned: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -20,10 +21,10 @@ def section(audit: Mapping[str, Any], pruned: Sequence[Mapping[str, Any]]) -> di
         "notes": _sentences(audit["stages"], notes=True),
         "run": {
             "Golden, largest stage": size(run["golden"]),
-            "Golden, whole model in one process": size(run["whole"]),
+            "Golden, full model in one process": size(run["whole"]),
             "Port, largest stage": size(run["port"]),
             "Tensors of this run in results/": size(run["files"]),
-            "Of these kept with compare.taps: auto, if all stages pass": size(run["kept"]),
+            "Kept of these with compare.taps: auto, if all stages pass": size(run["kept"]),
             **_freed([one for stage in pruned for one in stage["files"].values()]),
         },
         "machines": run["machines"],
@@ -39,8 +40,9 @@ def lines(section: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{part[:-1]}: {sentence}" for sentence in section[part])
     yield from (f"{topic}: {text}" for topic, text in section["run"].items())
     for row in section["machines"]:
-        stage, whole = ("fits" if row[what] else "does not fit" for what in ("stage", "whole"))
-        yield f"{row['machine']}, {row['side']}: a stage {stage}; the whole model {whole} ({row['devices']} devices have it)"
+        stage, full = ("fits" if row[what] else "does not fit" for what in ("stage", "whole"))
+        devices = counted(row["devices"], "device")
+        yield f"{row['machine']}, {row['side']}: a stage {stage}; the full model {full} (it needs {devices})"
 
 
 def _freed(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
@@ -48,7 +50,7 @@ def _freed(files: Sequence[Mapping[str, int]]) -> dict[str, str]:
     if not files:
         return {}
     before, after = (sum(file[key] for file in files) for key in ("whole_bytes", "bytes"))
-    return {"Dropped of stages that pass": f"{size(before - after)} of {size(before)}"}
+    return {"Dropped from stages that pass": f"{size(before - after)} of {size(before)}"}
 
 
 def _rows(audited: Mapping[str, Any]) -> list[dict[str, str]]:
