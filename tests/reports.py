@@ -110,7 +110,7 @@ def diagnosis(stage, *culprits, reason=None):
                 "cause": text and cause(text),
                 "nearest": None
                 if text
-                else {"name": "rope_sign", "text": "turned q the other way", "R_explained": 19.9},
+                else {"name": "rope_sign", "text": "rotated q in the opposite direction", "R_explained": 19.9},
                 "tried": 20,
                 "findings": [] if text else ["Only head 1 of 8 is wrong."],
             }

@@ -216,8 +216,8 @@ def test_a_stage_without_a_cause_tells_where_its_error_is_and_what_is_nearest():
     assert headline == "layer_000 is the first stage that goes wrong, at attn.q_rot: only head 1 of 8 is wrong."
     assert re.fullmatch(r"R is \d\d.\d where 1.5 is allowed\.", because)
     assert nearest == (
-        "None of the 20 known mistakes that were tried explains it; the nearest, as if the port had turned q the other way, "
-        "leaves R 19.9."
+        "None of the 20 known mistakes that were tried explains it; the nearest, as if the port had rotated q in the "
+        "opposite direction, leaves R 19.9."
     )
 
 
@@ -440,10 +440,7 @@ def test_flipped_experts_are_told_with_their_margins():
     }
     text = words(render([comparison]))
     assert "chooses other experts than the truth for 2 of 10 tokens" in text
-    assert (
-        "flips is a near-tie and excused: the noise explains margins up to 0.00816, the largest is 0.281."
-        in text
-    )
+    assert "flips is a near-tie and excused: the noise explains margins up to 0.00816, the largest is 0.281." in text
     assert "Taps after the router leave out 1 token whose experts were nearly tied (layer_000)." in text
 
 

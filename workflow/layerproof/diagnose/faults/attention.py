@@ -101,13 +101,13 @@ def no_mask(stage: GoldenStage) -> None:
     seen_by(stage, lambda seen, back: torch.ones_like(seen))
 
 
-@fault("last_key_hidden", "the last token of each prompt hidden", CONTEXT)
+@fault("last_key_hidden", "the last token of each prompt masked", CONTEXT)
 def last_key_hidden(stage: GoldenStage) -> None:
     last = stage.valid & ~torch.nn.functional.pad(stage.valid, (0, 1))[:, 1:]
     seen_by(stage, lambda seen, back: seen & ~last[:, None, None])
 
 
-@fault("first_key_hidden", "the first token of each prompt hidden", CONTEXT)
+@fault("first_key_hidden", "the first token of each prompt masked", CONTEXT)
 def first_key_hidden(stage: GoldenStage) -> None:
     seen_by(stage, lambda seen, back: seen & (torch.arange(seen.shape[-1], device=seen.device) > 0))
 
@@ -143,7 +143,7 @@ def sliding_window_missing(stage: GoldenStage) -> None:
     seen_by(stage, lambda seen, back: (back >= 0) & stage.valid[:, None, None])
 
 
-@fault("sliding_window_added", "a sliding window in a layer that has none", CONTEXT)
+@fault("sliding_window_added", "a sliding window in a layer without one", CONTEXT)
 def sliding_window_added(stage: GoldenStage) -> None:
     size = _window(stage)
     seen_by(stage, lambda seen, back: seen & (back < size))
@@ -187,13 +187,13 @@ def attention_softcap_dropped(stage: GoldenStage) -> None:
     stage.set(stage.part("self_attn"), "attn_logit_softcapping", None)
 
 
-@fault("context_not_transposed", "the heads of the attention's output not put behind the tokens again", CONTEXT)
+@fault("context_not_transposed", "the attention's output not transposed back to [tokens, heads]", CONTEXT)
 def context_not_transposed(stage: GoldenStage) -> None:
     heads = stage.config.num_attention_heads
     stage.edit(CONTEXT, lambda tensor, seen: tensor.unflatten(-1, (heads, -1)).transpose(1, 2).reshape(tensor.shape))
 
 
-@fault("value_rotated", "the values turned as queries and keys are", CONTEXT)
+@fault("value_rotated", "the values rotated like queries and keys", CONTEXT)
 def value_rotated(stage: GoldenStage) -> None:
     from layerproof.diagnose.faults.rotary import rotation_of
 

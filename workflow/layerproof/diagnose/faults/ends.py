@@ -32,7 +32,7 @@ def _with_ranks(ranks: int) -> None:
     text = f"only rank 0's rows of the embedding on {ranks} ranks"
     _rows("sharded_sum_missing", text, lambda weight: rank_zero_only(weight, ranks, 0))
 
-    @fault("sharded_sum_twice", f"a sum over {ranks} ranks taken twice", "out")
+    @fault("sharded_sum_twice", f"a sum over {ranks} ranks computed twice", "out")
     def sharded_sum_twice(stage: GoldenStage) -> None:
         _at_end(stage, "embed")
         stage.edit("out", lambda out, seen: out * ranks)
@@ -63,7 +63,7 @@ def padding_embedded_as_zero(stage: GoldenStage) -> None:
     stage.edit("out", lambda out, seen: out.masked_fill(padding[..., None], 0.0))
 
 
-@fault("head_tied", "the embedding's weight in the head, which has its own", "out", slow=True)
+@fault("head_tied", "the embedding's weight in the head instead of the head's own", "out", slow=True)
 def head_tied(stage: GoldenStage) -> None:
     _at_end(stage, "lm_head")
     stage.load(stage.model, "embed")
@@ -86,7 +86,7 @@ def logits_scale_dropped(stage: GoldenStage) -> None:
     stage.edit("out", lambda out, seen: out / scale)
 
 
-@fault("final_norm_twice", "the norm behind the last layer applied again", "out", slow=True)
+@fault("final_norm_twice", "the norm after the last layer applied twice", "out", slow=True)
 def final_norm_twice(stage: GoldenStage) -> None:
     from layerproof.golden.transformers_stage import stage_module
 

@@ -123,7 +123,11 @@ _dense("gate_up_swapped", "gate and up swapped", lambda act, gate, up: gate * ac
 _dense("up_plus_one", "up + 1 for up", lambda act, gate, up: act(gate) * (up + 1))
 
 
-@fault("gate_up_interleaved", "the rows of gate and up interleaved, where they are stacked, or the other way", MLP)
+@fault(
+    "gate_up_interleaved",
+    "the rows of gate and up interleaved instead of stacked, or stacked instead of interleaved",
+    MLP,
+)
 def gate_up_interleaved(stage: GoldenStage) -> None:
     experts = experts_of(stage)
 

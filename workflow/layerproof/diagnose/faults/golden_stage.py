@@ -144,7 +144,7 @@ class GoldenStage:
     def part(self, path: str) -> Any:
         """A module of the stage by its dotted name in a decoder layer, or the stage's own module for ""."""
         if path and not self.is_layer:
-            raise NotApplicable(f"{self.name} is no layer")
+            raise NotApplicable(f"{self.name} is not a layer")
         try:
             return self.module.get_submodule(path)
         except AttributeError:
@@ -155,7 +155,7 @@ class GoldenStage:
         if tap == "out" and not self.is_layer:
             return self.module
         if tap not in PATHS:
-            raise NotApplicable(f"{tap} is the output of no module")
+            raise NotApplicable(f"{tap} is not the output of a module")
         return self.part(PATHS[tap])
 
     def edit(self, tap: str, edit: Edit) -> None:

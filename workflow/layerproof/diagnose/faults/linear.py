@@ -38,7 +38,7 @@ def part_of(stage: GoldenStage, tap: str) -> Any:
     if tap == "router.logits":
         return router_of(stage)
     if tap == "out" and stage.name != "lm_head":
-        raise NotApplicable("no product makes this output")
+        raise NotApplicable("no matrix product computes this output")
     return stage.part(LINEAR[tap]) if tap in LINEAR else stage.of_tap(tap)
 
 
@@ -91,7 +91,7 @@ def _with_ranks(ranks: int) -> None:
     def sharded_sum_missing(stage: GoldenStage, tap: str) -> None:
         matrix(stage, tap, lambda weight: rank_zero_only(_divisible(weight, ranks, 1), ranks, 1))
 
-    @fault("sharded_sum_twice", f"a sum over {ranks} ranks taken twice", *ROW_PARALLEL)
+    @fault("sharded_sum_twice", f"a sum over {ranks} ranks computed twice", *ROW_PARALLEL)
     def sharded_sum_twice(stage: GoldenStage, tap: str) -> None:
         stage.edit(tap, lambda tensor, seen: tensor * ranks)
 

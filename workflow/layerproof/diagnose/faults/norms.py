@@ -19,7 +19,7 @@ def norm_of(stage: GoldenStage, tap: str) -> Any:
     """The RMSNorm whose output is the tap."""
     module = stage.of_tap(tap)
     if epsilon_name(module) is None or getattr(module, "weight", None) is None:
-        raise NotApplicable(f"{tap} is no norm")
+        raise NotApplicable(f"{tap} is not a norm")
     return module
 
 
@@ -110,14 +110,14 @@ def _heads(stage: GoldenStage, tap: str) -> int:
     return heads if tap == "attn.q_norm" else stage.config.num_key_value_heads or heads
 
 
-@fault("qk_norm_per_head", "this norm taken head by head, not over the whole projection", *QK_NORMS)
+@fault("qk_norm_per_head", "this norm computed per head, not over the whole projection", *QK_NORMS)
 def qk_norm_per_head(stage: GoldenStage, tap: str) -> None:
     heads = _heads(stage, tap)
     normalise_by(stage, tap, lambda x, eps: _by_parts(x, heads, heads, eps))
 
 
 def _on_shards(ranks: int) -> None:
-    @fault("qk_norm_per_shard", f"this norm taken on each of {ranks} shards alone", *QK_NORMS)
+    @fault("qk_norm_per_shard", f"this norm computed on each of {ranks} shards alone", *QK_NORMS)
     def qk_norm_per_shard(stage: GoldenStage, tap: str) -> None:
         heads = _heads(stage, tap)
         if heads % ranks or ranks == heads:
@@ -129,7 +129,7 @@ for ranks in (2, 4, 8, 16, 32):
     _on_shards(ranks)
 
 
-@fault("qk_norm_whole", "this norm taken over the whole projection, not head by head", *QK_NORMS)
+@fault("qk_norm_whole", "this norm computed over the whole projection, not per head", *QK_NORMS)
 def qk_norm_whole(stage: GoldenStage, tap: str) -> None:
     def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
         if x.ndim != 4:

@@ -76,7 +76,7 @@ def before_rotation(tap: str, rotated: torch.Tensor, seen: Seen, normed: bool = 
     name = tap.removesuffix("_rot")
     source = seen.get(f"{name}_norm", seen[name]) if normed else seen[name]
     if source.numel() != rotated.numel():
-        raise NotApplicable(f"what {tap} is made of is not known")
+        raise NotApplicable(f"the source of {tap} is unknown")
     return source.reshape(rotated.shape).to(rotated.dtype)
 
 
@@ -90,12 +90,12 @@ def rotate_by(stage: GoldenStage, tap: str, change: Callable[[Rotation], Rotatio
     if changed is not None:
         changed = replace(changed, frequencies=changed.frequencies.to(stage.ids.device))
         if 2 * len(changed.frequencies) > changed.head_dim:
-            raise NotApplicable("more than a head would be turned")
+            raise NotApplicable("the rotation would be larger than a head")
 
     def edit(rotated: torch.Tensor, seen: Seen) -> torch.Tensor:
         before = before_rotation(tap, rotated, seen)
         if is_first and torch.equal(before, rotated):
-            raise NotApplicable("the layer turns nothing")
+            raise NotApplicable("the layer rotates nothing")
         return before if changed is None else changed(before)
 
     stage.edit(tap, edit)
@@ -111,12 +111,12 @@ for theta in (1e4, 1e5, 1.5e5, 5e5, 1e6, 5e6, 1e7):
     _with_theta(theta)
 
 
-@fault("rope_full", "the whole head turned, of which only the first part is", *ROTATED)
+@fault("rope_full", "the whole head rotated instead of only its first part", *ROTATED)
 def rope_full(stage: GoldenStage, tap: str) -> None:
     rotate_by(stage, tap, lambda r: replace(r, frequencies=frequencies(r.theta, r.head_dim)))
 
 
-@fault("rope_half", "only half of the rotary dims turned", *ROTATED)
+@fault("rope_half", "only half of the rotary dims rotated", *ROTATED)
 def rope_half(stage: GoldenStage, tap: str) -> None:
     rotate_by(stage, tap, lambda r: replace(r, frequencies=frequencies(r.theta, len(r.frequencies))))
 
@@ -128,12 +128,12 @@ def rope_exponents(stage: GoldenStage, tap: str) -> None:
     )
 
 
-@fault("rope_interleaved", "interleaved pairs of dims turned, not the two halves", *ROTATED)
+@fault("rope_interleaved", "interleaved pairs of dims rotated, not the two halves", *ROTATED)
 def rope_interleaved(stage: GoldenStage, tap: str) -> None:
     rotate_by(stage, tap, lambda r: replace(r, interleaved=True))
 
 
-@fault("rope_sign", "turned q or k the other way", *ROTATED)
+@fault("rope_sign", "rotated q or k in the opposite direction", *ROTATED)
 def rope_sign(stage: GoldenStage, tap: str) -> None:
     rotate_by(stage, tap, lambda r: replace(r, positions=-r.positions))
 
@@ -144,7 +144,7 @@ def rope_dropped(stage: GoldenStage, tap: str) -> None:
 
 
 def _added(text: str, interleaved: bool) -> None:
-    @fault("rope_added", f"{text} of dims turned in a layer that turns none", *ROTATED)
+    @fault("rope_added", f"{text} of dims rotated in a layer without rotation", *ROTATED)
     def rope_added(stage: GoldenStage, tap: str) -> None:
         rotation = replace(rotation_of(stage), interleaved=interleaved)
 
@@ -161,7 +161,7 @@ _added("the two halves", interleaved=False)
 _added("interleaved pairs", interleaved=True)
 
 
-@fault("rope_wrong_end", "the last dims of the head turned, not the first", *ROTATED)
+@fault("rope_wrong_end", "the last dims of the head rotated, not the first", *ROTATED)
 def rope_wrong_end(stage: GoldenStage, tap: str) -> None:
     rotate_by(stage, tap, lambda r: replace(r, from_end=True))
 
@@ -208,7 +208,7 @@ def positions_from_end(stage: GoldenStage, tap: str) -> None:
     stage.edit(tap, edit)
 
 
-@fault("qk_norm_after_rope", "the norm of q or k behind the rotation", *ROTATED)
+@fault("qk_norm_after_rope", "the norm of q or k after the rotation", *ROTATED)
 def qk_norm_after_rope(stage: GoldenStage, tap: str) -> None:
     norm = norm_of(stage, QK_NORMS[ROTATED.index(tap)])
     rotation = rotation_of(stage)

@@ -18,7 +18,7 @@ def router_of(stage: GoldenStage) -> Any:
     children = dict(stage.part("mlp").named_children())
     found = next((children[name] for name in ("gate", "router") if name in children), None)
     if found is None:
-        raise NotApplicable("the router is not known")
+        raise NotApplicable("the router is unknown")
     return found
 
 
@@ -114,7 +114,7 @@ def correction_bias_dropped_in_choice(stage: GoldenStage) -> None:
 @fault("expert_groups_ignored", "experts chosen from all groups", "router.choice")
 def expert_groups_ignored(stage: GoldenStage) -> None:
     if not getattr(stage.config, "n_group", None):
-        raise NotApplicable("the experts are in no groups")
+        raise NotApplicable("the experts are not grouped")
     count = router_of(stage).top_k
     stage.edit(
         "router.choice", lambda choice, seen: _ungrouped(stage, seen).topk(count, -1).indices.sort(-1).values.int()

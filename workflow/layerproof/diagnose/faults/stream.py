@@ -20,7 +20,7 @@ def _stream(stage: GoldenStage, tap: str, change: Change) -> None:
     This stream includes the attention's output.
     """
     if tap == "post_attn_norm" and "pre_feedforward_layernorm" in dict(stage.module.named_children()):
-        raise NotApplicable("the norm behind the attention is not on the stream")
+        raise NotApplicable("the norm after the attention is not on the stream")
     x = _input(stage)
     stage.input(stage.part(PATHS[tap]), lambda stream: change(stream, x.to(stream.dtype)))
 
@@ -31,12 +31,12 @@ def _input(stage: GoldenStage) -> torch.Tensor:
     return stage.x
 
 
-@fault("attention_residual_missing", "no residual beside the attention", *BEFORE_MLP)
+@fault("attention_residual_missing", "no residual around the attention", *BEFORE_MLP)
 def attention_residual_missing(stage: GoldenStage, tap: str) -> None:
     _stream(stage, tap, lambda stream, x: stream - x)
 
 
-@fault("attention_residual_twice", "the residual beside the attention added twice", *BEFORE_MLP)
+@fault("attention_residual_twice", "the residual around the attention added twice", *BEFORE_MLP)
 def attention_residual_twice(stage: GoldenStage, tap: str) -> None:
     _stream(stage, tap, lambda stream, x: stream + x)
 
@@ -46,7 +46,7 @@ def attention_output_missing(stage: GoldenStage, tap: str) -> None:
     _stream(stage, tap, lambda stream, x: x)
 
 
-@fault("residual_after_norm", "the residual beside the attention taken behind the norm", *BEFORE_MLP)
+@fault("residual_after_norm", "the residual around the attention taken after the norm", *BEFORE_MLP)
 def residual_after_norm(stage: GoldenStage, tap: str) -> None:
     norm = stage.part("input_layernorm")
     _stream(stage, tap, lambda stream, x: stream - x + norm.forward(x))  # forward skips the hooks: this is not a tap
@@ -57,22 +57,22 @@ def _out(stage: GoldenStage, change: Callable) -> None:
     stage.edit("out", lambda out, seen: change(out, seen, x.to(out.dtype)).to(out.dtype))
 
 
-@fault("attention_residual_missing", "no residual beside the attention", "out")
+@fault("attention_residual_missing", "no residual around the attention", "out")
 def attention_residual_missing_in_out(stage: GoldenStage) -> None:
     _out(stage, lambda out, seen, x: out - x)
 
 
-@fault("attention_residual_twice", "the residual beside the attention added twice", "out")
+@fault("attention_residual_twice", "the residual around the attention added twice", "out")
 def attention_residual_twice_in_out(stage: GoldenStage) -> None:
     _out(stage, lambda out, seen, x: out + x)
 
 
-@fault("mlp_residual_missing", "no residual beside the MLP", "out")
+@fault("mlp_residual_missing", "no residual around the MLP", "out")
 def mlp_residual_missing(stage: GoldenStage) -> None:
     _out(stage, lambda out, seen, x: seen["mlp.out"])
 
 
-@fault("mlp_residual_twice", "the residual beside the MLP added twice", "out")
+@fault("mlp_residual_twice", "the residual around the MLP added twice", "out")
 def mlp_residual_twice(stage: GoldenStage) -> None:
     _out(stage, lambda out, seen, x: 2 * out - seen["mlp.out"])
 
@@ -87,16 +87,16 @@ def attention_output_missing_in_out(stage: GoldenStage) -> None:
     _out(stage, lambda out, seen, x: out - seen["attn.out"])
 
 
-@fault("residual_after_norm", "the residual beside the attention taken behind the norm", "out")
+@fault("residual_after_norm", "the residual around the attention taken after the norm", "out")
 def residual_after_norm_in_out(stage: GoldenStage) -> None:
     _out(stage, lambda out, seen, x: out - x + seen["input_norm"])
 
 
-@fault("mlp_residual_after_norm", "the residual beside the MLP taken behind the norm", "out")
+@fault("mlp_residual_after_norm", "the residual around the MLP taken after the norm", "out")
 def mlp_residual_after_norm(stage: GoldenStage) -> None:
     _out(stage, lambda out, seen, x: seen.get("pre_mlp_norm", seen["post_attn_norm"]) + seen["mlp.out"])
 
 
-@fault("mlp_residual_of_input", "the stage's input as residual beside the MLP", "out")
+@fault("mlp_residual_of_input", "the stage's input as residual around the MLP", "out")
 def mlp_residual_of_input(stage: GoldenStage) -> None:
     _out(stage, lambda out, seen, x: x + seen["mlp.out"])
