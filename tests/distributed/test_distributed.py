@@ -124,7 +124,7 @@ def test_missing_rank_ends_in_an_error(processes, rank):
     output, _ = process.communicate("\n", timeout=60)
     assert process.returncode == 2
     assert f"rank {rank}: init process group" in output and "is up" not in output
-    assert f"error: rank {rank}: no process group at 127.0.0.1:{port} (" in output
+    assert f"error: rank {rank}: cannot form a process group at 127.0.0.1:{port} (" in output
     assert "Check MASTER_ADDR and MASTER_PORT" in output
 
 
@@ -134,7 +134,7 @@ def test_a_group_of_another_size_is_not_taken_for_the_own(processes):
     processes.append(start(alone, RANK="1", WORLD_SIZE="2"))
     output, _ = processes[0].communicate("\n", timeout=60)
     assert processes[0].returncode == 2
-    assert "rank 1 of 2: this process is in a group already, as rank 0 of 1. Start another." in output
+    assert "rank 1 of 2: this process already belongs to a group, as rank 0 of 1. Start a new process." in output
 
 
 @pytest.fixture

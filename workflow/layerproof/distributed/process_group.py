@@ -68,13 +68,13 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
         except (RuntimeError, ValueError) as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise DistributedError(
-                f"rank {rank}: no process group at {address} ({error}). Check MASTER_ADDR and MASTER_PORT."
+                f"rank {rank}: cannot form a process group at {address} ({error}). Check MASTER_ADDR and MASTER_PORT."
             ) from error
         mark(rank, "process group is up")
     elif (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         there = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         raise DistributedError(
-            f"rank {rank} of {world_size}: this process is in a group already, as {there}. Start another."
+            f"rank {rank} of {world_size}: this process already belongs to a group, as {there}. Start a new process."
         )
     return Environment(device, hardware, BACKENDS[platform], rank, world_size)
 

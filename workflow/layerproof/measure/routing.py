@@ -63,8 +63,8 @@ class Routing:
             if others > usual + max(1.0, EXACT_ALLOWANCE * self.tokens):
                 return (
                     f"the port chooses other experts than the truth for {int(self.flips.sum())} of {self.tokens} tokens, by "
-                    f"margins within the noise, but for {others} of them no variant of the golden does, and those do for "
-                    f"{usual}: too many for chance"
+                    f"margins within the noise, but no variant of the golden does so for {others} of them, too many for "
+                    f"chance: golden and variants do so for {usual}"
                 )
             return None
         if self.malformed.any():
