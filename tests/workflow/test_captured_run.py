@@ -79,5 +79,7 @@ def test_a_folder_without_captured_tensors_is_told(tmp_path):
     (tmp_path / "captured").mkdir()
     run = workflow.run(check=False)
     assert (
-        run.returncode and "error: captured: has no captured_tensors_cte_step_1_module_layers.0_output.pt" in run.text
+        run.returncode
+        and "error: captured: contains no file such as captured_tensors_cte_step_1_module_layers.0_output.pt"
+        in run.text
     )

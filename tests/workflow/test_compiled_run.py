@@ -31,7 +31,7 @@ def test_what_tracing_makes_a_constant_is_in_the_report(tmp_path):
     assert "layer_000: the graph depends on the values that it is traced on" in report
     assert "layer_000: compiling changes the result, first at input_norm" in report
     diagnosis = json.loads((workflow.results / "diagnosis/layer_000.json").read_text())
-    assert diagnosis["culprits"][0]["tap"] == "input_norm" and "not compiled" in diagnosis["culprits"][0]["findings"][0]
+    assert diagnosis["culprits"][0]["tap"] == "input_norm" and "Uncompiled" in diagnosis["culprits"][0]["findings"][0]
 
     workflow.configure(port={"compile": None})
     workflow.run()
