@@ -34,17 +34,17 @@ def quantize_checkpoint(directory: Path) -> None:
     weight_map: dict[str, str] = {}
     total_size = 0
     for shard in shards(directory):
-        held: dict[str, torch.Tensor] = {}
+        stored: dict[str, torch.Tensor] = {}
         for name, tensor in load_file(directory / shard).items():
             if _is_quantized(name, tensor):
-                held[name], held[name + SUFFIX] = quantized(tensor)
+                stored[name], stored[name + SUFFIX] = quantized(tensor)
             else:
-                held[name] = tensor
+                stored[name] = tensor
         mode = (directory / shard).stat().st_mode
-        save_file(held, directory / shard, metadata={"format": "pt"})
+        save_file(stored, directory / shard, metadata={"format": "pt"})
         (directory / shard).chmod(mode)
-        weight_map |= dict.fromkeys(held, shard)
-        total_size += sum(tensor.nbytes for tensor in held.values())
+        weight_map |= dict.fromkeys(stored, shard)
+        total_size += sum(tensor.nbytes for tensor in stored.values())
     if (directory / INDEX).exists():
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
