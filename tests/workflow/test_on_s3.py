@@ -96,11 +96,13 @@ def test_a_port_is_compared_with_a_golden_that_another_host_made(swift, tmp_path
     assert verdicts["first_culprit"]["cause"] == "router_softmax"
 
     # One of the golden's code is none that the exported golden was made by.
-    hosts.port.edit("workflow/layerproof/golden/stage.py", ("stage) if whole else", "stage) if whole is not None else"))
+    hosts.port.edit(
+        "workflow/layerproof/golden/stage.py", ("stage) if full_model else", "stage) if full_model is not None else")
+    )
     run = hosts.on_port(target="results/golden/lm_head.h5", check=False)
     assert run.returncode and "embed.zip: was computed by other code (layerproof/golden/stage.py" in run.text
     hosts.golden.edit(
-        "workflow/layerproof/golden/stage.py", ("stage) if whole else", "stage) if whole is not None else")
+        "workflow/layerproof/golden/stage.py", ("stage) if full_model else", "stage) if full_model is not None else")
     )
     exported = swift.get("one/norm.zip")
     hosts.on_golden()
