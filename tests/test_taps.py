@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from layerproof.errors import StageError
-from layerproof.taps import FEEDS, OUT, SHAPES, TapsDone, collecting, tap, unseen_before
+from layerproof.taps import FEEDS, OUT, SHAPES, Fed, TapsDone, collecting, merged, tap, unseen_before
 
 
 def stage(x):
@@ -45,9 +45,27 @@ def test_a_run_ends_at_the_tap_that_is_asked_for():
     assert set(taps) == {"attn.q"}
 
 
-def test_a_name_that_is_not_canonical_is_refused():
-    with pytest.raises(StageError, match="not a canonical name"):
-        tap("attention.q", torch.ones(1))
+def test_a_name_that_no_tap_has_is_refused_in_a_run():
+    assert tap("attention.q", torch.ones(1)) == 1
+    with collecting(), pytest.raises(StageError, match=r'"attn\.qrot" is not a tap\. Did you mean "attn\.q_rot"\?'):
+        tap("attn.qrot", torch.ones(1))
+    with collecting(own={"mlp.shared": ""}) as taps:
+        tap("mlp.shared", torch.ones(1))
+    assert set(taps) == {"mlp.shared"}
+
+
+def test_orders_are_merged_with_own_taps_behind_what_they_follow():
+    assert merged([["out"], ["attn.k", "attn.q", "mine", "mlp.out", "other", "out"]]) == [
+        *("attn.q", "mine", "attn.k", "mlp.out", "other", "out"),
+    ]
+    assert merged([["first", "attn.q"], ["attn.q", "last"]]) == ["first", "attn.q", "last"]
+
+
+def test_what_was_measured_tells_where_a_mistake_may_be():
+    measured = [Fed("mine", ("attn.out",)), Fed("mlp.out", ("mine",)), Fed("attn.out", ("mlp.out",))]
+    assert "mine" in unseen_before("mlp.out", {"attn.out", "mlp.gate"}, measured)
+    assert "attn.out" in unseen_before("mlp.out", {"mlp.gate"}, measured), "and a circle comes to its end"
+    assert unseen_before("mine", {"attn.out"}, measured) == {"mine"}
 
 
 def test_every_tap_is_fed_by_earlier_ones():

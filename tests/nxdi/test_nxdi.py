@@ -361,7 +361,7 @@ def test_codes_without_their_scales_are_no_weights(minimax, monkeypatch, tmp_pat
             {"taps": {"attn.q_norm": "self_attn.q_layernrm"}},
             r"no layer has a submodule self_attn\.q_layernrm.* self_attn\.q_norm",
         ),
-        ({"taps": {"attn.x": "self_attn"}}, 'port.nxdi.taps: "attn.x" is not a canonical tap'),
+        ({"taps": {"attn.x": "self_attn"}}, 'port.nxdi.taps: "attn.x" is not a tap'),
         ({"config": {"num_local_experts": 9}}, r"cannot convert the checkpoint \(KeyError: .*experts.8"),
     ],
 )

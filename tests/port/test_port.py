@@ -243,8 +243,8 @@ def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):
     ("old", "new", "message"),
     [
         ('"attn.v": "attention.v_proj"', '"attn.v": "attention"', None),
-        (MOE_OUT, then('tap("mlp.out", (x, x))'), 'tap "mlp.out": is a tuple, not a tensor. Write tap'),
-        (MOE_OUT, then('tap("mlp.sum", x)'), 'tap "mlp.sum": is not a canonical name. The names are'),
+        (MOE_OUT, then('tap("mlp.out", (x, x))'), 'tap: "mlp.out" is a tuple, not a tensor. Write tap'),
+        (MOE_OUT, then('tap("mlp.sum", x)'), 'tap: "mlp.sum" is not a tap. '),
         (MOE_OUT, "        return (x, None)\n", "layer_001: the port returns tuple, not one tensor"),
         (
             "        return Layer(config, dtype)\n",
@@ -256,8 +256,8 @@ def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):
             "def convert(stage, weights):\n    return None\n\n\ndef unused(",
             "convert() must return the module's",
         ),
-        ("TAPS = {", "TAPS = []\nUNUSED = {", "TAPS must map canonical taps to submodules"),
-        ('"attn.v": ', '"attn.value": ', 'TAPS: "attn.value" is not a canonical tap. The names are input_norm'),
+        ("TAPS = {", "TAPS = []\nUNUSED = {", "TAPS must map taps to submodules"),
+        ('"attn.v": ', '"attn.value": ', 'TAPS: "attn.value" is not a tap. '),
     ],
 )
 def test_what_is_no_tap_is_told(golden, tmp_path, old, new, message):

@@ -58,6 +58,19 @@ def test_a_tap_that_is_split_and_has_no_axis_to_split_is_left_to_its_shape():
     assert "the same part" in (ranks.reason("attn.q", float32(random(2, 3, 4)), whole, False) or "")
 
 
+def test_an_own_tap_is_split_if_its_parts_differ_and_whole_if_they_do_not(tmp_path):
+    whole = random(2, 3, 4)
+    cut = np.split(whole, 2, axis=2)
+    parts = [{"mine": float32(part), "same": float32(whole)} for part in cut]
+    taps, ranks = joined(tmp_path, parts)
+    assert np.array_equal(taps["mine"].data, whole) and np.array_equal(taps["same"].data, whole)
+    assert ranks["differ"] == {}
+    keys = [shards.part_key(float32(part)) for part in cut]
+    assert np.array_equal(shards.part("mine", float32(whole), keys, 1).data, cut[1])
+    keys = [shards.part_key(float32(whole))] * 2
+    assert np.array_equal(shards.part("same", float32(whole), keys, 1).data, whole)
+
+
 def test_parts_may_be_of_different_sizes_and_empty(tmp_path):
     whole = random(2, 3, 5)
     cut = np.split(whole, [2, 2, 3], axis=2)

@@ -115,6 +115,12 @@ class Golden(Section):
     """transformers' attention implementation; null leaves the choice to transformers."""
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] | None = None
     """transformers' experts implementation; null leaves the choice to transformers."""
+    taps: Mapping[
+        Annotated[str, Limit(pattern="^[a-z][a-z0-9_]*([.][a-z0-9_]+)*$")],
+        NotEmpty,
+    ] = field(default_factory=dict)
+    """Taps of your own besides the canonical ones: a name to the submodule of a transformers layer whose output it is,
+    such as {mlp.shared: mlp.shared_experts}. The port hands them over under the same names (docs/ports.md)."""
     storage: Annotated[str, Limit(pattern="^[a-z0-9]+://[^{}?#/][^{}?#]*[^{}?#/]$")] | None = None
     """Where the golden is stored for hosts that share no file system with the host that computes it: s3://BUCKET/FOLDER, or
     an address for another storage plugin of Snakemake."""

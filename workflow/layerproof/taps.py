@@ -1,4 +1,4 @@
-"""Taps: named tensors inside a stage, by their canonical names.
+"""Taps: named tensors inside a stage, by their canonical names or by names of the user's own (golden.taps).
 
 A port hands a tensor over with `q = tap("attn.q_rot", q)`, which costs nothing unless a run collects taps. The port
 goes on with the returned tensor. It is the same tensor, or in a teacher-forced run the golden's tap, so that an error
@@ -9,7 +9,8 @@ graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+import difflib
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -45,7 +46,10 @@ SHAPES = {
     "post_mlp_norm": "[batch, seq, hidden], where a model has a norm of its own after the MLP",
     OUT: "[batch, seq, hidden]; of lm_head [batch, seq, vocabulary]",
 }
-"""Canonical taps and their layouts, in the order of data flow through a layer."""
+"""Canonical taps and their layouts, in the order of data flow through a layer.
+
+What a model really has, in which order and fed by what, is measured (`golden.feeds`) and lies in the golden's files.
+"""
 
 FEEDS = {
     "input_norm": (),
@@ -71,22 +75,40 @@ FEEDS = {
     "post_mlp_norm": ("mlp.out",),
     OUT: ("post_mlp_norm", "mlp.out", "post_attn_norm", "attn.out"),
 }
-"""The taps that feed each tap directly, in a layer that has all of them."""
-
+"""The taps that feed each canonical tap directly, in a layer that has all of them."""
 
 SPLIT_BY_RANKS = (
     *("attn.q", "attn.k", "attn.v", "attn.q_norm", "attn.k_norm", "attn.q_rot", "attn.k_rot", "attn.context"),
     *("mlp.gate", "mlp.up"),
 )
-"""Taps that tensor parallelism splits, along the dim after batch and seq. Every rank has the other taps in full."""
+"""Canonical taps that tensor parallelism splits, along the dim after batch and seq. Every rank has the others in full.
+
+Ranks need not say it of a tap of one's own: parts that differ are put together (`port.shards`).
+"""
 
 
-def unseen_before(tap: str, seen: Collection[str]) -> set[str]:
-    """Returns the taps where a mistake that first shows at `tap` may be: `tap` itself, and unseen taps that feed it."""
-    found = {tap}
-    for name in FEEDS[tap]:
-        if name not in seen:
-            found |= unseen_before(name, seen)
+@dataclass(frozen=True)
+class Fed:
+    """A tap of a stage, and the taps that feed it directly."""
+
+    name: str
+    fed_by: tuple[str, ...]
+
+
+def unseen_before(tap: str, seen: Collection[str], measured: Iterable[Fed] = ()) -> set[str]:
+    """Returns the taps where a mistake that first shows at `tap` may be: `tap` itself, and unseen taps that feed it.
+
+    A tap is fed by what the golden `measured`, and by what feeds it in a layer that has all canonical taps: a mistake may
+    lie at a tap that this model's golden lacks.
+    """
+    fed_by = {one.name: one.fed_by for one in measured}
+    found: set[str] = set()
+    waiting = [tap]
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        feeders = {*fed_by.get(name, ()), *FEEDS.get(name, ())}
+        waiting += [one for one in feeders if one not in seen and one not in found]
     return found
 
 
@@ -108,10 +130,16 @@ class _Run:
     forced: Mapping[str, torch.Tensor]
     edits: Mapping[str, Edit]
     until: str
+    own: Collection[str]
     collected: dict[str, torch.Tensor] = field(default_factory=dict)
     left_out: Container[str] = ()
 
     def hand_over(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        check_known([name], "tap", self.own)
+        if not hasattr(tensor, "dtype"):
+            raise StageError(
+                f'tap: "{name}" is a {type(tensor).__name__}, not a tensor. Write tap("{name}", tensor) inside forward.'
+            )
         if name in self.left_out:
             return tensor
         if name in self.edits:
@@ -129,20 +157,14 @@ _run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Hands `tensor` over under a canonical name if the run collects taps; returns the tensor to go on with.
+    """Hands `tensor` over under a tap's name if the run collects taps; returns the tensor to go on with.
 
     The result is `tensor` itself, or in a teacher-forced run the golden's tap of this name and shape, in the dtype of
     `tensor`.
 
     Raises:
-        StageError: if the name is not canonical or `tensor` is not a tensor.
+        StageError: in a run that collects taps, if no tap has this name or `tensor` is not a tensor.
     """
-    if name not in SHAPES:
-        raise StageError(f'tap "{name}": is not a canonical name. The names are {", ".join(SHAPES)}.')
-    if not hasattr(tensor, "dtype"):
-        raise StageError(
-            f'tap "{name}": is a {type(tensor).__name__}, not a tensor. Write tap("{name}", tensor) inside forward.'
-        )
     run = _run.get()
     return tensor if run is None else run.hand_over(name, tensor)
 
@@ -157,26 +179,35 @@ def tap_as(name: str, tensor: torch.Tensor, show: Show, back: Show) -> torch.Ten
     return tensor if after is shown else back(after)
 
 
-def check_canonical(names: Iterable[str], where: str) -> None:
-    """Checks that `names` are canonical taps.
+def check_known(names: Iterable[str], where: str, own: Collection[str] = ()) -> None:
+    """Checks that `names` are canonical taps or `own` ones, which are the keys of the setting golden.taps.
 
     Raises:
-        StageError: for the first name that is not; the message says where it is.
+        StageError: for the first name that is neither; the message says where it is and suggests the nearest.
     """
+    known = (*SHAPES, *own)
     for name in names:
-        if name not in SHAPES:
-            raise StageError(f'{where}: "{name}" is not a canonical tap. The names are {", ".join(SHAPES)}.')
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f'Did you mean "{near[0]}"? ' if near else ""
+            raise StageError(
+                f'{where}: "{name}" is not a tap. {meant}The taps are {", ".join(known)}. golden.taps adds others.'
+            )
 
 
 @contextlib.contextmanager
 def collecting(
-    forced: Mapping[str, torch.Tensor] | None = None, edits: Mapping[str, Edit] | None = None, until: str = OUT
+    forced: Mapping[str, torch.Tensor] | None = None,
+    edits: Mapping[str, Edit] | None = None,
+    until: str = OUT,
+    own: Collection[str] = (),
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Collects the taps inside the block, after `edits` and before `forced` values replace them.
 
-    If `until` is a tap other than `out`, collecting it ends the run with TapsDone.
+    `own` are the names that may occur
+    besides the canonical ones. If `until` is a tap other than `out`, collecting it ends the run with TapsDone.
     """
-    run = _Run(forced or {}, edits or {}, until)
+    run = _Run(forced or {}, edits or {}, until, own)
     token = _run.set(run)
     try:
         yield run.collected
@@ -196,9 +227,28 @@ def leaving_out(names: Container[str]) -> Iterator[None]:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sorts tap names in the order of data flow."""
-    order = list(SHAPES)
-    return sorted(names, key=order.index)
+    """Sorts tap names in the order of data flow: the canonical ones, then others by name.
+
+    The golden's files have the order of their own taps; this is for what has no golden at hand.
+    """
+    order = {name: place for place, name in enumerate(SHAPES)}
+    return sorted(names, key=lambda name: (order.get(name, len(order)), name))
+
+
+def merged(orders: Iterable[Sequence[str]]) -> list[str]:
+    """One order of all names in several orders, such as those of a model's stages.
+
+    Canonical names come in their canonical order, and each other name right behind the one that it follows.
+    """
+    lists = list(orders)
+    result = in_order({name for order in lists for name in order if name in SHAPES})
+    for order in lists:
+        place = 0
+        for name in order:
+            if name not in result:
+                result.insert(place, name)
+            place = result.index(name) + 1
+    return result
 
 
 def dense_weights(choice: torch.Tensor, weights: torch.Tensor, num_experts: int) -> torch.Tensor:

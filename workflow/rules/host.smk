@@ -10,7 +10,7 @@ rule predict:
         job=job(
             "prediction",
             "golden",
-            settings=["model", "golden.dtype", "port.dtype", "port.backend"],
+            settings=["model", "golden.dtype", "golden.taps", "port.dtype", "port.backend"],
             packages=["torch", "transformers"],
             compared=STAGES,
             before=[stage for stage in GOLDEN if stage not in STAGES],

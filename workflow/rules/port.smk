@@ -4,6 +4,7 @@
 
 PORT_SETTINGS = [
     "model",
+    "golden.taps",  # names that the port may hand over, too
     *(f"port.{key}" for key in ("backend", "module", "device", "dtype", "options", "nxdi")),
     "parallel",
 ]

@@ -18,7 +18,7 @@ from layerproof.measure.noise import Noise
 from layerproof.measure.noise_file import read_noise
 from layerproof.measure.routing import AFTER_ROUTER, Routing, compare_choices, experts_chosen, ruled_out_as
 from layerproof.model.stages import LM_HEAD
-from layerproof.taps import OUT, in_order
+from layerproof.taps import OUT
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor
 
@@ -55,7 +55,7 @@ def compare_stage(
                     result |= compare_taps(stage, found, wanted, truth, bands, valid, limit, of_ranks)
             except StageError as error:
                 hdf5.check(golden)  # shows damage to the golden's data, which is not an error of the port's file
-                result["taps"] = {name: _failed(error) for name in in_order(wanted)}
+                result["taps"] = {name: _failed(error) for name in wanted}
                 raise
     except StageError as error:
         return result | _failed(error)
@@ -76,11 +76,14 @@ def compare_taps(
     limit: float,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """Compares a stage's tensors: status, taps, routing and errors; `noise` may cover all taps, some or none."""
+    """Compares a stage's tensors, in the order of `wanted`: status, taps, routing and errors.
+
+    `noise` may cover all taps, some or none.
+    """
     routing = _routing(found, wanted, truth, valid, valid & ~noise[OUT].compared if OUT in noise else None)
     experts = experts_chosen(truth) if routing else None
     taps: dict[str, dict[str, Any]] = {}
-    for name in in_order(wanted):
+    for name in wanted:
         if name not in found:
             taps[name] = {"status": "missing", "reason": "the port does not hand over this tap"}
             continue
@@ -155,10 +158,7 @@ def _routing(
 def _statistics(taps: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
     """Returns the statistics of every tensor, as stored in its file."""
     attributes: dict[str, Any] = {name: cast("h5py.Dataset", tap.data).attrs for name, tap in taps.items()}
-    return {
-        name: {key: float(attributes[name][key]) for key in STATISTICS if key in attributes[name]}
-        for name in in_order(taps)
-    }
+    return {name: {key: float(attributes[name][key]) for key in STATISTICS if key in attributes[name]} for name in taps}
 
 
 def compare_chain(

@@ -34,7 +34,7 @@ from layerproof.measure.routing import AFTER_ROUTER, experts_chosen, flips
 from layerproof.measure.rule import failing_limit
 from layerproof.model import loading
 from layerproof.model.tokens import Tokens
-from layerproof.taps import OUT, in_order, unseen_before
+from layerproof.taps import OUT, Fed, merged, unseen_before
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor, is_finite
 
@@ -69,7 +69,7 @@ class _Bench:
     """The golden stage in its own dtype and in fp32, and everything that the port is compared with.
 
     `forced` are the golden's taps that golden and port were forced with; `truth` are the taps of the fp32 golden in that
-    run, `noise` is the noise of its variants, and `port` are the port's taps.
+    run, `noise` is the noise of its variants, `port` are the port's taps, and `feeds` says what feeds each tap.
     """
 
     golden: GoldenStage
@@ -78,6 +78,7 @@ class _Bench:
     truth: Mapping[str, Tensor]
     noise: Mapping[str, Noise]
     port: Mapping[str, Tensor]
+    feeds: Sequence[Fed]
     valid: np.ndarray
     limit: float
 
@@ -131,6 +132,8 @@ def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) ->
     """
     device = golden_stage.resolve_device(stage.settings.golden.device)
     wanted = hdf5.read_group(files.golden, "golden")
+    with hdf5.reading(files.golden) as file:
+        feeds = hdf5.feeds(file)
     isolated, forced = (hdf5.read_group(path, "port") for path in (files.port, files.forced))
     # A tap that the port did not hand over in the golden's shape could not be forced on the port, so it is not forced
     # on the golden either.
@@ -150,7 +153,7 @@ def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) ->
     others = [taps for _, taps in variants(bf16.model, run, bf16.x)]
     local_truth = _arrays(exact.run(golden_taps))
     local_noise = noise_of_taps(wanted, others, local_truth, valid)
-    bench = _Bench(bf16, exact, golden_taps, local_truth, local_noise, forced, valid, stage.limit)
+    bench = _Bench(bf16, exact, golden_taps, local_truth, local_noise, forced, feeds, valid, stage.limit)
     alone = replace(bench, forced={}, noise=read_noise(files.noise), port=isolated)
     local = compare_taps(stage.name, forced, wanted, local_truth, local_noise, valid, stage.limit)["taps"]
     wrong = [name for name, tap in local.items() if tap["status"] == "fail"]
@@ -198,14 +201,15 @@ def load(stage: FailedStage, device: torch.device) -> tuple[GoldenStage, GoldenS
     def read(parameter: str, ending: str, change: Any) -> torch.Tensor:
         return loading.load_changed(model, parameter, stage.directory, description, device, ending, change)
 
+    own_taps = settings.golden.taps
     return (
-        GoldenStage(model, stage.name, x, ids, valid, load_another, read),
-        GoldenStage(exact, stage.name, x if x is None else x.float(), ids, valid, load_another, read),
+        GoldenStage(model, stage.name, x, ids, valid, load_another, read, own_taps),
+        GoldenStage(exact, stage.name, x if x is None else x.float(), ids, valid, load_another, read, own_taps),
     )
 
 
 def _arrays(taps: Taps) -> dict[str, Tensor]:
-    return {name: hdf5.to_array(taps[name]) for name in in_order(taps)}
+    return {name: hdf5.to_array(taps[name]) for name in merged([list(taps)])}
 
 
 def _changed(tensor: torch.Tensor) -> torch.Tensor:
@@ -269,7 +273,7 @@ def _head_dim(bench: _Bench, tap: str) -> int | None:
 
 def _attempts(bench: _Bench, tap: str) -> list[_Attempt]:
     """Attempts with faults that may show first at this tap, best first; tries more faults until one explains it."""
-    places = unseen_before(tap, bench.forced)
+    places = unseen_before(tap, bench.forced, bench.feeds)
     known = [fault for fault in DICTIONARY if fault.tap in places]
     attempts: list[_Attempt] = []
     for round in ("quick", "slow", "pairs"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from layerproof.config import Config, changed
 from layerproof.errors import UserError
+from layerproof.golden import feeds
 from layerproof.golden.experts import EXPERT_BY_EXPERT
 from layerproof.golden.transformers_stage import run_stage, stage_module
 from layerproof.golden.variants import split, variants
@@ -22,7 +23,7 @@ from layerproof.measure.noise import noise_of_taps
 from layerproof.measure.noise_file import write_noise
 from layerproof.model import loading
 from layerproof.model.tokens import Tokens
-from layerproof.taps import OUT, in_order
+from layerproof.taps import OUT, merged
 from layerproof.tensors import hdf5
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ def make_stage(
 ) -> None:
     """Runs a stage of the golden and writes `golden/TAP` in its dtype and `truth/TAP` in fp32.
 
-    It also writes how the model stores the weights (`loading.weights_in_memory`), and to `noise` how far legitimate
-    variants of the golden are from the truth. That is a file of its own, so that it is not an input of the port.
+    It also writes how the model stores the weights (`loading.weights_in_memory`), what feeds each tap
+    (`feeds.measure`), and to `noise` how far legitimate variants of the golden are from the truth. That is a file of its
+    own, so that it is not an input of the port.
 
     The input is `golden/out` in the previous stage's file: the golden follows its own trajectory, and the truth of
     every stage starts from the same input. One variant follows its own trajectory too, `chained/out` in the noise
@@ -77,8 +79,8 @@ def make_stage(
     ids, valid = torch.from_numpy(tokens.ids).to(device), torch.from_numpy(tokens.valid).to(device)
 
     def run(model: PreTrainedModel, stage_input: torch.Tensor | None) -> Taps:
-        taps = run_stage(model, stage, stage_input, ids, valid)
-        return {name: hdf5.to_array(taps[name]) for name in in_order(taps)}
+        taps = run_stage(model, stage, stage_input, ids, valid, own_taps=settings.golden.taps)
+        return {name: hdf5.to_array(taps[name]) for name in merged([list(taps)])}
 
     dtype = getattr(torch, settings.golden.dtype)
     model = full_model.model if full_model else load(stage, directory, description, device, dtype, settings)
@@ -92,7 +94,7 @@ def make_stage(
         chained = hdf5.to_torch(hdf5.read_stage_input(previous_noise, "chained/out")).to(device)
         with split(model, chained):
             strayed = run(model, chained)[OUT]
-    documents = {hdf5.WEIGHTS: loading.weights_in_memory(model, stage)}
+    documents: dict[str, Any] = {hdf5.WEIGHTS: loading.weights_in_memory(model, stage)}
     if not with_taps:
         alone = {"golden": {OUT: golden[OUT]}}
         hdf5.write(output, alone, valid=tokens.valid, attributes=attributes, documents=documents)
@@ -100,7 +102,10 @@ def make_stage(
         return
     others = dict(variants(model, functools.partial(run, model), stage_input))
     truth_input = None if stage_input is None else stage_input.float()
-    truth = run(exact(model, stage, directory, description, device, settings), truth_input)
+    twin = exact(model, stage, directory, description, device, settings)
+    truth = run(twin, truth_input)
+    fed = feeds.measure(twin, stage, truth_input, ids, valid, list(golden), settings.golden.taps)
+    documents[hdf5.TAPS] = [asdict(one) for one in fed]
     groups = {"golden": golden, "truth": truth}
     hdf5.write(output, groups, valid=tokens.valid, attributes=attributes, documents=documents)
     measured = noise_of_taps(golden, list(others.values()), truth, tokens.valid)

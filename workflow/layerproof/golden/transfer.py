@@ -33,6 +33,7 @@ MUST_MATCH = (
     "golden.dtype",
     "golden.attn_implementation",
     "golden.experts_implementation",
+    "golden.taps",
     "model.trust_remote_code",
 )
 """Settings that the golden's numbers depend on and that no file records. They must be equal on both hosts."""

@@ -8,14 +8,17 @@ architecture. The stage's input is put in at its boundary, and its output is rea
 from __future__ import annotations
 
 import contextlib
+import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from layerproof.errors import StageError, UserError
 from layerproof.model.loading import parts_of
 from layerproof.model.stages import EMBED, LM_HEAD, layer_of
 from layerproof.taps import OUT, Edit, TapsDone, collecting, dense_weights, tap, tap_as
@@ -54,17 +57,22 @@ def run_stage(
     edits: Mapping[str, Edit] | None = None,
     attention: Callable[[Callable], Callable] | None = None,
     until: str = OUT,
+    own_taps: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor]:
-    """Runs one stage and returns its taps, including `out`; without taps, `out` alone.
+    """Runs one stage and returns its taps, including `out`, in the order in which they ran; without taps, `out` alone.
 
     `token_ids` is int64 and `valid` bool, both [batch, seq], on the model's device; `stage_input` is the previous
     stage's output [batch, seq, hidden], or None for `embed`. The run touches no weights except the stage's. `forced`,
-    `edits` and `until` are those of `taps.collecting`; `attention` wraps the attention function.
+    `edits` and `until` are those of `taps.collecting`; `attention` wraps the attention function. `own_taps` maps names of
+    further taps to the submodules of a layer whose outputs they are (`golden.taps`).
+
+    Raises:
+        StageError: if an own tap's tensor has no dims for batch and seq.
     """
     parts = parts_of(model)
     layers = cast("nn.ModuleList", model.get_submodule(parts.layers))
     layer = layer_of(stage)
-    with collecting(forced, edits, until) as taps, contextlib.ExitStack() as stack, torch.no_grad():
+    with collecting(forced, edits, until, own_taps) as taps, contextlib.ExitStack() as stack, torch.no_grad():
         if stage != EMBED:
             stack.enter_context(_forward_replaced(model.get_submodule(parts.embed), lambda ids: stage_input))
         for index, module in enumerate(layers):
@@ -80,7 +88,7 @@ def run_stage(
             # Runs before existing hooks, since those that change the input must change this one.
             stack.enter_context(hooked(module.register_forward_pre_hook(feed, prepend=True, with_kwargs=True)))
             if layer is not None and with_taps:
-                _add_taps(stack, module, token_ids.shape, attention)
+                _add_taps(stack, module, token_ids.shape, attention, own_taps)
             stack.enter_context(hooked(module.register_forward_hook(_end_with_output)))
         try:
             result = model(input_ids=token_ids, attention_mask=valid.long(), use_cache=False)
@@ -88,6 +96,22 @@ def run_stage(
         except TapsDone:
             pass
     return taps
+
+
+def check_submodules(model: PreTrainedModel, own_taps: Mapping[str, str]) -> None:
+    """Checks that each own tap names a submodule that some layer has.
+
+    Raises:
+        UserError: for the first that does not; suggests the nearest names.
+    """
+    layers = cast("nn.ModuleList", model.get_submodule(parts_of(model).layers))
+    paths = dict.fromkeys(path for layer in layers for path, _ in layer.named_modules() if path)
+    for name, path in own_taps.items():
+        if path not in paths:
+            near = difflib.get_close_matches(path, paths, 3, 0.4) or list(paths)[:10]
+            raise UserError(
+                f'config.yaml: golden.taps: {name}: no layer has a submodule "{path}". Layers have {", ".join(near)}.'
+            )
 
 
 def stage_module(model: PreTrainedModel, stage: str) -> nn.Module:
@@ -144,10 +168,17 @@ def hooked(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
 
 
 def _add_taps(
-    stack: contextlib.ExitStack, layer: nn.Module, shape: torch.Size, attention: Callable[[Callable], Callable] | None
+    stack: contextlib.ExitStack,
+    layer: nn.Module,
+    shape: torch.Size,
+    attention: Callable[[Callable], Callable] | None,
+    own_taps: Mapping[str, str],
 ) -> None:
-    """Adds hooks for every canonical tap that the layer has; `shape` is [batch, seq]."""
+    """Adds hooks for every tap that the layer has, canonical and own; `shape` is [batch, seq]."""
     modules = dict(layer.named_modules())
+    for name, path in own_taps.items():
+        if path in modules:
+            stack.enter_context(hooked(modules[path].register_forward_hook(_own_tap(name, shape))))
     for path, name in MODULE_TAPS.items():
         if path in modules:
             stack.enter_context(hooked(modules[path].register_forward_hook(_module_tap(name, shape))))
@@ -167,6 +198,25 @@ def _module_tap(name: str, shape: torch.Size) -> Callable:
         # Some models normalise q and k per head before they exchange the dims of heads and tokens, some after.
         dims = (1, 1) if tensor.shape[:2] == shape else (1, 2)
         tensor = _tap_moved(name, tensor, *dims)
+        return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
+
+    return hook
+
+
+def _own_tap(name: str, shape: torch.Size) -> Callable:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        tensor = first_of(output)
+        if tensor.shape[:2] == shape:
+            tensor = tap(name, tensor)
+        elif tensor.shape[:1] == (shape.numel(),):
+            tensor = _tap_viewed(name, tensor, shape)
+        elif tensor.shape[0:3:2] == shape:
+            tensor = _tap_moved(name, tensor, 1, 2)
+        else:
+            raise StageError(
+                f"config.yaml: golden.taps: {name}: its submodule returns {list(tensor.shape)}, and a tap begins with "
+                f"[batch, seq], here {list(shape)}. Name another submodule."
+            )
         return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
 
     return hook

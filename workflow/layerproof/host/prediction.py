@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from layerproof.config import Config
 from layerproof.golden import stage as golden_stage
 from layerproof.golden.experts import ONE_EXPERT, STATIC_EXPERTS, register
-from layerproof.golden.transformers_stage import run_stage
+from layerproof.golden.transformers_stage import check_submodules, run_stage
 from layerproof.golden.variants import VARIANTS, Stepwise
 from layerproof.model import checkpoint, loading
 from layerproof.model.stages import EMBED, LM_HEAD, layer_of
@@ -73,7 +74,7 @@ def predict(
     is needed in addition if all fail, and `machines`, with whether their memory suffices.
 
     Raises:
-        UserError: as `loading.meta_model` does.
+        UserError: as `loading.meta_model` and `transformers_stage.check_submodules` do.
     """
     register()
     dtype, port_dtype = (getattr(torch, side.dtype) for side in (settings.golden, settings.port))
@@ -83,6 +84,7 @@ def predict(
         return loading.meta_model(directory, trust, dtype, attn_implementation="eager", experts_implementation=experts)
 
     trusted, exact = model(dtype, ONE_EXPERT), model(torch.float32, ONE_EXPERT)
+    check_submodules(trusted, settings.golden.taps)
     ported = model(port_dtype, STATIC_EXPERTS if settings.port.backend == "transformers" else ONE_EXPERT)
     known: dict[Any, list[Activations]] = {}
     stages = {}
@@ -95,9 +97,10 @@ def predict(
         own = loading.parameters_of(trusted, stage)
         signature = (layer_of(stage) is not None or stage, *(tuple(tensor.shape) for tensor in own.values()))
         if signature not in known:
+            shape, own_taps = tokens.ids.shape, settings.golden.taps
             with Stepwise(dtype):  # the variant that needs the most memory
-                variant = activations(trusted, stage, tokens.ids.shape)
-            known[signature] = [variant, *(activations(one, stage, tokens.ids.shape) for one in (exact, ported))]
+                variant = activations(trusted, stage, shape, own_taps)
+            known[signature] = [variant, *(activations(one, stage, shape, own_taps) for one in (exact, ported))]
         run, truth, port = known[signature]
         weights = _bytes(own.values())
         twin = _bytes(
@@ -155,14 +158,19 @@ class Activations:
     peak: int
 
 
-def activations(model: PreTrainedModel, stage: str, shape: tuple[int, ...]) -> Activations:
-    """Measures the activations of a stage of a `loading.meta_model` for token ids of this shape, [batch, seq]."""
+def activations(
+    model: PreTrainedModel, stage: str, shape: tuple[int, ...], own_taps: Mapping[str, str] = MappingProxyType({})
+) -> Activations:
+    """Measures the activations of a stage of a `loading.meta_model` for token ids of this shape, [batch, seq].
+
+    `own_taps` are those of `run_stage`.
+    """
     hidden = model.config.get_text_config().hidden_size
     with torch.device("meta"):
         ids, valid = torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
         x = None if stage == EMBED else torch.empty(*shape, hidden, dtype=model.dtype)
     with MemTracker() as tracker:
-        taps = run_stage(model, stage, x, ids, valid)
+        taps = run_stage(model, stage, x, ids, valid, own_taps=own_taps)
     found = tracker.get_tracker_snapshot("peak")[torch.device("meta")]
     peak = sum(size for use, size in found.items() if getattr(use, "name", None) in ("ACT", "TEMP"))
     return Activations(_bytes(taps.values()), _bytes([taps[OUT]]), peak)

@@ -13,6 +13,7 @@ from layerproof.config import Config, Golden, Inputs, Port, changed, validate
 from layerproof.errors import UserError
 from layerproof.model import captured, checkpoint, stages
 from layerproof.paths import shipped
+from layerproof.taps import SHAPES
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def resolve(raw: Mapping[str, Any]) -> Run:
     """
     settings = _located(validate(raw))
     _check_inputs(settings.inputs)
+    _check_own_taps(settings.golden)
     _check_storage(settings.golden)
     _check_port(settings.port, settings.parallel.tp)
     directory = Path(settings.model.checkpoint)
@@ -161,6 +163,12 @@ def _check_module(name: str) -> None:
         raise UserError(
             f"config.yaml: port.module: {name} is not a Python file. Name a Python file or a dotted module."
         )
+
+
+def _check_own_taps(golden: Golden) -> None:
+    for name in golden.taps:
+        if name in SHAPES:
+            raise UserError(f"config.yaml: golden.taps: {name} is a canonical tap already. Choose another name.")
 
 
 def _check_storage(golden: Golden) -> None:

@@ -20,7 +20,7 @@ import copy
 import gc
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -36,7 +36,7 @@ from layerproof.model import checkpoint
 from layerproof.model.stages import EMBED, LM_HEAD, NORM
 from layerproof.port import nxdi_taps
 from layerproof.port.contract import Stage
-from layerproof.taps import check_canonical, leaving_out
+from layerproof.taps import check_known, leaving_out
 
 PARTS = {EMBED: "embed_tokens", NORM: "norm", LM_HEAD: "lm_head"}
 """The parts of a model other than its layers."""
@@ -45,8 +45,9 @@ OF_THE_RUN: tuple[str, ...] = ("batch_size", "seq_len", "torch_dtype", "tp_degre
 """Arguments of a NeuronConfig that the run sets."""
 
 
-def load(module: ModuleType, settings: Nxdi) -> Port:
-    """The port that a modelling module defines; `settings` are the config's `port.nxdi`.
+def load(module: ModuleType, settings: Nxdi, own_taps: Collection[str] = ()) -> Port:
+    """The port that a modelling module defines; `settings` are the config's `port.nxdi`, and `own_taps` the names in
+    golden.taps.
 
     Raises:
         StageError: if the module lacks the class that names the others, or has more than one.
@@ -69,7 +70,7 @@ def load(module: ModuleType, settings: Nxdi) -> Port:
     reserved = [name for name in OF_THE_RUN if name in settings.neuron_config]
     if reserved:
         raise StageError(f"port.nxdi.neuron_config: the run sets {reserved[0]} itself. Remove this key.")
-    check_canonical(settings.taps, "port.nxdi.taps")
+    check_known(settings.taps, "port.nxdi.taps", own_taps)
     return Port(found[0], _config_class(found[0], list(own.values())), settings)
 
 

@@ -109,9 +109,13 @@ def _prepare_port(job: StageRun) -> _Ready:
         )
     module.to(job.x.device)  # tensors outside its state dict
     positions = torch.arange(job.ids.shape[1]).to(job.ids.device)
+    own_taps = job.runner.settings.golden.taps
 
     def call(inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
-        with collecting(forced) as taps, _module_taps(module, getattr(port, "TAPS", {}) if with_taps else {}):
+        with (
+            collecting(forced, own=own_taps) as taps,
+            _module_taps(module, getattr(port, "TAPS", {}) if with_taps else {}),
+        ):
             output = module(*inputs)
         if not isinstance(output, torch.Tensor):
             raise StageError(f"{job.stage}: the port returns {type(output).__name__}, not one tensor.")
@@ -149,10 +153,12 @@ def _prepare_transformers(job: StageRun) -> _Ready:
     model = loading.meta_stage(directory, job.stage, trust, job.dtype, experts_implementation=STATIC_EXPERTS)
     loading.load_stage(model, job.stage, directory, job.description, torch.device("cpu"))
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(job.ids.device))
+    own_taps = job.runner.settings.golden.taps
 
     def call(inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
         x, ids, valid = inputs
-        return run_stage(model, job.stage, None if job.stage == EMBED else x, ids, valid, with_taps, forced)
+        fed = None if job.stage == EMBED else x
+        return run_stage(model, job.stage, fed, ids, valid, with_taps, forced, own_taps=own_taps)
 
     of: dict[str, list[str]] = {}
     for name, entry in job.description["tensors"].items():

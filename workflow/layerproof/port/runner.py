@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from layerproof.distributed import process_group
 from layerproof.errors import StageError, UserError
 from layerproof.model.tokens import Tokens
 from layerproof.port.contract import Port
-from layerproof.taps import check_canonical
+from layerproof.taps import check_known
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Runner:
     def start(cls, directory: Path, tokens: Tokens, settings: Config) -> Runner:
         """Initialises the device, imports the port if necessary, and restores the default dtype that the import left.
 
-        `settings` contain the config's `port` and `model.trust_remote_code`.
+        `settings` contain the config's `port`, `golden.taps` and `model.trust_remote_code`.
 
         Raises:
             StageError: if the port cannot be imported.
@@ -56,16 +56,16 @@ class Runner:
         if port.backend != "transformers":
             module, default_dtype = _loaded(port.module)
         torch.set_default_dtype(default_dtype)
-        return cls(directory, tokens, settings, environment, module and _port(port, module))
+        return cls(directory, tokens, settings, environment, module and _port(port, module, settings.golden.taps))
 
 
-def _port(settings: config.Port, module: ModuleType) -> Port:
+def _port(settings: config.Port, module: ModuleType, own_taps: Collection[str]) -> Port:
     """The port: the module itself, or the NxD Inference model that it defines."""
     if settings.backend == "nxdi":
         from layerproof.port import nxdi
 
-        return nxdi.load(module, settings.nxdi)
-    check_module(settings.module, module)
+        return nxdi.load(module, settings.nxdi, own_taps)
+    check_module(settings.module, module, own_taps)
     return cast("Port", module)
 
 
@@ -96,8 +96,8 @@ def load_module(name: str) -> ModuleType:
     return module
 
 
-def check_module(name: str, module: ModuleType) -> None:
-    """Checks that a module is a port.
+def check_module(name: str, module: ModuleType, own_taps: Collection[str] = ()) -> None:
+    """Checks that a module is a port. `own_taps` are the names in golden.taps.
 
     Raises:
         StageError: if it lacks `build` or `convert`, or its TAPS do not match docs/ports.md.
@@ -107,8 +107,8 @@ def check_module(name: str, module: ModuleType) -> None:
             raise StageError(f"{name}: the function {function} is missing. See docs/ports.md for what a port defines.")
     taps = getattr(module, "TAPS", {})
     if not isinstance(taps, Mapping) or not all(isinstance(text, str) for text in (*taps, *taps.values())):
-        raise StageError(f'{name}: TAPS must map canonical taps to submodules: {{"attn.q": "attention.q_proj"}}.')
-    check_canonical(taps, f"{name}: TAPS")
+        raise StageError(f'{name}: TAPS must map taps to submodules: {{"attn.q": "attention.q_proj"}}.')
+    check_known(taps, f"{name}: TAPS", own_taps)
 
 
 def _loaded(name: str) -> tuple[ModuleType, torch.dtype]:

@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from layerproof.errors import StageError
-from layerproof.taps import SPLIT_BY_RANKS, in_order
+from layerproof.taps import SHAPES, SPLIT_BY_RANKS, in_order
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor
 
@@ -40,12 +40,13 @@ def join(
 
     `graphs` are the results of `compiled.graph_of` on each rank, if the ranks traced the stage.
 
-    For taps in SPLIT_BY_RANKS, the ranks' parts are put together. A part that several ranks share appears once, such as
-    key/value heads when there are fewer of them than ranks. For other taps, the file contains rank 0's tensor. The
-    document `ranks` has the `count` of ranks, the number of ranks that share each part of a tap (`copies`), and the
-    taps that `differ` between ranks: the rank that is furthest from rank 0, and its `change`. For floats, that is the
-    largest relative L2 of a valid token; for other dtypes, the share of valid tokens that differ (null if shapes or
-    non-finite values differ). A float tap that differs by more than rounding is also written as the sum over the ranks,
+    For taps in SPLIT_BY_RANKS, and for taps of the user's own whose parts differ, the ranks' parts are put together. A
+    part that several ranks share appears once, such as key/value heads when there are fewer of them than ranks. For
+    other taps, the file contains rank 0's tensor. The document `ranks` has the `count` of ranks, the number of ranks
+    that share each part of a tap (`copies`), and the taps that `differ` between ranks: the rank that is furthest from
+    rank 0, and its `change`. For floats, that is the largest relative L2 of a valid token; for other dtypes, the share
+    of valid tokens that differ (null if shapes or non-finite values differ). A float tap that differs by more than
+    rounding is also written as the sum over the ranks,
     `summed/TAP`.
 
     Raises:
@@ -65,7 +66,7 @@ def join(
                     f"rank {lacking[0]} does not hand over {name}, but other ranks do. Tap it on all ranks."
                 )
             of_ranks = [Tensor(taps[name].data[...], taps[name].dtype) for taps in by_rank]
-            if name in SPLIT_BY_RANKS:
+            if _is_split(name, of_ranks):
                 joined[name], copies[name] = _together(of_ranks)
                 continue
             joined[name] = of_ranks[0]
@@ -100,9 +101,9 @@ def part(name: str, whole: Tensor, of_ranks: Sequence[PartKey], rank: int) -> Te
     The parts are in rank order. As many ranks share each part as the sizes imply: adjacent ranks, unless the digests
     show that every so many ranks share one. Returns the whole tap if it is not split like this.
     """
-    if name not in SPLIT_BY_RANKS or any(
-        len(shape) <= SPLIT_DIM for shape in (whole.shape, *(one[0] for one in of_ranks))
-    ):
+    if name in SHAPES and name not in SPLIT_BY_RANKS:
+        return whole
+    if any(len(shape) <= SPLIT_DIM for shape in (whole.shape, *(one[0] for one in of_ranks))):
         return whole
     sizes, digests = [shape[SPLIT_DIM] for shape, _ in of_ranks], [digest for _, digest in of_ranks]
     copies, rest = divmod(sum(sizes), whole.shape[SPLIT_DIM])
@@ -113,6 +114,11 @@ def part(name: str, whole: Tensor, of_ranks: Sequence[PartKey], rank: int) -> Te
     own, before = (rank % pieces, sizes[:pieces]) if is_strided else (rank // copies, sizes[::copies])
     begin = sum(before[:own])
     return Tensor(whole.data[:, :, begin : begin + sizes[rank]], whole.dtype)
+
+
+def _is_split(name: str, of_ranks: Sequence[Tensor]) -> bool:
+    """Whether ranks have parts of a tap. Nobody said so of a tap that is not canonical, so its values decide."""
+    return name in SPLIT_BY_RANKS if name in SHAPES else len(set(map(part_key, of_ranks))) > 1
 
 
 def _first(digests: Sequence[str]) -> list[int]:

@@ -24,7 +24,7 @@ from layerproof.report.coverage import unused_tensors, what_was_compared, what_w
 from layerproof.report.manifest import git_state
 from layerproof.report.sentences import diagnosis_sentences, largest_R, verdict_sentences
 from layerproof.report.words import NOT_COMPARED, Comparison, counted, number, share
-from layerproof.taps import OUT, in_order
+from layerproof.taps import OUT, merged
 from layerproof.tensors.tensor import brackets
 
 TEMPLATE = Path(__file__).parent / "templates/report.html.j2"
@@ -139,7 +139,7 @@ def _stage(
                 "sides": [golden.get(name, {}), port.get(name, {})],
                 "padding": taps.get(name, {}).get("padding"),
             }
-            for name in in_order({*golden, *port})
+            for name in merged([list(golden), list(port)])
         ],
         "chained": [(chain["chain"], chain["stages"][stage]) for chain in chains if stage in chain["stages"]],
         "plot": images.get(stage),

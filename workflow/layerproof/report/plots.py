@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from layerproof.files import replacing
 from layerproof.model.stages import layer_of
-from layerproof.taps import OUT, in_order
+from layerproof.taps import OUT, merged
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -189,7 +189,7 @@ def plot_map(comparisons: Sequence[Mapping[str, Any]], output: Path) -> None:
 
     `comparisons` are the contents of results/compare, in the order of the stages.
     """
-    taps = in_order({OUT, *(name for comparison in comparisons for name in comparison["taps"])})
+    taps = merged([*(list(comparison["taps"]) for comparison in comparisons), [OUT]])
     annotated = len(comparisons) <= MAX_LABELLED_STAGES
     with _figure(output, (11.0, 1.5 + 0.21 * len(taps))) as figure:
         axes = figure.add_subplot()

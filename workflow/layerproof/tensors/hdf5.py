@@ -20,7 +20,7 @@ import numpy as np
 
 from layerproof.errors import StageError, StageMissing, first_line
 from layerproof.files import canonical_json, replacing
-from layerproof.taps import OUT
+from layerproof.taps import OUT, Fed, in_order
 from layerproof.tensors.tensor import STORAGE, Tensor, statistics
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 20
 
-WEIGHTS, CONVERSION, COMPILED, RANKS = "held", "conversion", "compiled", "ranks"
+WEIGHTS, TAPS, CONVERSION, COMPILED, RANKS = "held", "taps", "conversion", "compiled", "ranks"
 """Names of JSON documents in files.
 
-WEIGHTS is in a golden's file: dtypes and shapes of the weights in memory. The others are in a port's file: how its weights
+WEIGHTS and TAPS are in a golden's file: dtypes and shapes of the weights in memory, and the taps in order, each with
+those that feed it. The others are in a port's file: how its weights
 were converted, what compiling changed, and how its ranks differ.
 """
 
@@ -257,6 +258,8 @@ def reading(path: Path) -> Iterator[h5py.File]:
 def taps(file: h5py.File, group: str) -> dict[str, Tensor]:
     """Returns the tensors of a group by tap name, without reading their data; empty if the group does not exist.
 
+    They come in the order of data flow, which a golden's file states (`feeds`).
+
     Raises:
         StageError: if the file is pruned.
     """
@@ -269,6 +272,11 @@ def taps(file: h5py.File, group: str) -> dict[str, Tensor]:
 def dtypes(file: h5py.File, group: str) -> dict[str, str]:
     """Returns the dtypes of a group's tensors by tap name; also works for a pruned file."""
     return {name: attributes(node)["dtype"] for name, node in _datasets(file, group).items()}
+
+
+def feeds(file: h5py.File) -> list[Fed]:
+    """Returns a golden's taps in order, each with the taps that feed it; empty for a file that does not state it."""
+    return [Fed(entry["name"], tuple(entry["fed_by"])) for entry in document_if_there(file, TAPS) or ()]
 
 
 def tap(file: h5py.File, name: str) -> Tensor:
@@ -286,7 +294,8 @@ def _datasets(file: h5py.File, group: str) -> dict[str, h5py.Dataset]:
 
     if group in file:
         cast("h5py.Group", file[group]).visititems(visit)
-    return found
+    stated = [fed.name for fed in feeds(file) if fed.name in found]
+    return {name: found[name] for name in (stated or in_order(found))}
 
 
 def is_empty(path: Path) -> bool:

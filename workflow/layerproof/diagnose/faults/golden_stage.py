@@ -74,7 +74,7 @@ class GoldenStage:
 
     `x` is the stage's input [batch, seq, hidden], or None for `embed`; `ids` int64 and `valid` bool are [batch, seq].
     `load` loads the weights of another stage into the model. `read` returns a parameter of this stage as it is loaded
-    if its tensors on disk whose names have the given ending are changed.
+    if its tensors on disk whose names have the given ending are changed. `own_taps` are those of `run_stage`.
     """
 
     model: PreTrainedModel
@@ -84,6 +84,7 @@ class GoldenStage:
     valid: torch.Tensor
     load: Callable[[PreTrainedModel, str], None]
     read: Callable[[str, str, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
+    own_taps: Mapping[str, str]
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _edits: dict[str, Edit] = field(default_factory=dict)
     _attention: Callable[[Callable], Callable] | None = None
@@ -127,6 +128,7 @@ class GoldenStage:
                 edits=self._edits,
                 attention=self._attention,
                 until=until,
+                own_taps=self.own_taps,
             )
 
     @contextlib.contextmanager

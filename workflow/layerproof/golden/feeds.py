@@ -1,0 +1,107 @@
+"""Measures which taps of a golden stage feed each other, so that the golden's files can say it of any model.
+
+Which operation uses whose result is followed through one run on a few tokens: every tap's tensor is a mark, and a later
+tap is fed by the marks that it was computed from without another mark between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layerproof.golden.transformers_stage import run_stage
+from layerproof.taps import OUT, Edit, Fed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOKENS = 8
+"""Tokens of the first prompt that the run takes: what feeds what does not depend on them."""
+
+
+def measure(
+    model: PreTrainedModel,
+    stage: str,
+    stage_input: torch.Tensor | None,
+    token_ids: torch.Tensor,
+    valid: torch.Tensor,
+    names: Collection[str],
+    own_taps: Mapping[str, str],
+) -> list[Fed]:
+    """The taps `names` of a stage, in their order, with the taps that feed each directly.
+
+    The model is loaded with the stage's weights; the other arguments are those of `run_stage`.
+    """
+    few = (slice(0, 1), slice(0, TOKENS))
+    flow = _Flow()
+    edits = {name: flow.mark(name) for name in names}
+    with flow:
+        run_stage(
+            *(model, stage, None if stage_input is None else stage_input[few], token_ids[few], valid[few]),
+            edits=edits,
+            own_taps=own_taps,
+        )
+    return [Fed(name, tuple(one for one in names if one in flow.fed_by.get(name, ()))) for name in names]
+
+
+class _Flow(TorchDispatchMode):
+    """Notes for each storage the marks that its values were computed from. Views share the storage and its marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fed_by: dict[str, frozenset[str]] = {}
+        self._marks: dict[int, frozenset[str]] = {}
+        self._kept: list[torch.Tensor] = []
+
+    def mark(self, name: str) -> Edit:
+        """An edit of the tap that notes what feeds it, and goes on with a copy that has this mark alone."""
+
+        def edit(tensor: torch.Tensor, seen: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            self.fed_by[name] = self._marks_of([tensor])
+            if name == OUT:
+                return tensor
+            marked = tensor.clone()
+            self._add(marked, frozenset([name]), replace=True)
+            return marked
+
+        return edit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        marks = self._marks_of(_tensors((args, kwargs)))
+        if marks:
+            written = [
+                value
+                for argument, value in zip(func._schema.arguments, args, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            for tensor in _tensors((result, written)):
+                self._add(tensor, marks)
+        return result
+
+    def _marks_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+        return frozenset().union(*(self._marks.get(_storage(tensor), ()) for tensor in tensors))
+
+    def _add(self, tensor: torch.Tensor, marks: frozenset[str], replace: bool = False) -> None:
+        key = _storage(tensor)
+        self._marks[key] = marks if replace else marks | self._marks.get(key, frozenset())
+        self._kept.append(tensor)  # so that no other storage gets its number
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
