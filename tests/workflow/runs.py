@@ -1,20 +1,29 @@
 """Runs the real DAG in a copy of the repository and tells which jobs really ran."""
 
+import atexit
 import contextlib
+import fcntl
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import yaml
 from safetensors.torch import load_file, save_file
+from warm import warm_python
 
 import models
+from layerproof.compare.stage import compare_taps
+from layerproof.measure.noise import noise_of_taps
+from layerproof.tensors.tensor import Tensor
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
@@ -38,11 +47,45 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in own}
 
 
+@functools.cache
+def warm_path() -> str:
+    """PATH with the `python` of warm.py in front, for the rest of this process."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    return f"{stack.enter_context(warm_python(Path(folder)))}:{os.environ['PATH']}"
+
+
+@functools.cache
+def compile_kernels() -> None:
+    """Compiles what measures, which takes ten seconds, so that copies of the workflow take numba's files along."""
+    valid = np.ones((2, 5), bool)
+    noise = np.random.default_rng(0).standard_normal((3, 2, 5, 8)).astype(np.float32)
+    choice = Tensor(np.zeros((2, 5, 1), np.int32), "int32")
+
+    def taps(values: np.ndarray) -> dict[str, Tensor]:
+        halves = Tensor((values.view(np.uint32) >> 16).astype(np.uint16), "bfloat16")
+        return {"router.scores": Tensor(values, "float32"), "router.choice": choice, "out": halves}
+
+    truth = {name: Tensor(noise[0], "float32") for name in ("router.scores", "out")} | {"router.choice": choice}
+    golden, variant = (taps(noise[0] + noise[row] / 100) for row in (1, 2))
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "kernels.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        bands = noise_of_taps(golden, [variant], truth, valid)
+        for port in (variant, truth):
+            compare_taps("layer_000", port, golden, truth, bands, valid, 1.5)
+
+
 class Workflow:
     """A copy of the workflow in a folder of its own, with its own config.yaml."""
 
+    cold = False
+    """Whether each job starts its Python anew also in `run`, as it does for a user (warm.py)."""
+
     def __init__(self, directory: Path, **config) -> None:
         self.directory = directory
+        compile_kernels()
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / "Snakefile", directory)
         shutil.copytree(REPOSITORY / "workflow", directory / "workflow", ignore=shutil.ignore_patterns("*.pyc"))
@@ -65,7 +108,10 @@ class Workflow:
             # Snakemake removes some outputs before their job: while they are open, no other file gets their inode.
             for name in before:
                 held.enter_context(open(self.results / name, "rb"))
-            process = subprocess.run(self.command(*arguments, target=target), **self.options())
+            options = self.options()
+            if not self.cold:
+                options["env"] |= {"PATH": warm_path()}
+            process = subprocess.run(self.command(*arguments, target=target), **options)
             after = self._state()
         if check and process.returncode:
             raise AssertionError(process.stdout + self._logs())

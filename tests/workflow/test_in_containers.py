@@ -57,6 +57,7 @@ def record(workflow, name):
 
 
 def run(workflow, **options):
+    workflow.cold = True  # the images have a Python of their own
     return workflow.run("--sdm", "apptainer", "--cores", "2", **options)
 
 
