@@ -1,5 +1,6 @@
 # make report   sets up and runs the main job, to results/report.html
 # make test     sets up and passes the tests
+# make check    sets up and passes lint and the fast tests
 # make setup-slurm   sets up for runs on Slurm, too (docs/clusters.md)
 # make setup-s3      sets up for a golden that is kept on S3, too (docs/clusters.md)
 # make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
@@ -11,13 +12,16 @@ VENV := .venv
 CORES ?= all
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test lint same bugs bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report test check lint same bugs bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	layerproof run --cores $(CORES)
 
 test: setup-dev lint
 	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+check: setup-dev lint
+	OMP_NUM_THREADS=1 pytest -n 2 -m "not slow and not workflow"
 
 same: setup-dev
 	python tests/same.py $(BASE)

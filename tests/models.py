@@ -2,11 +2,6 @@
 
 from pathlib import Path
 
-import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-from layerproof.model import fp8
-
 COMMON = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -113,6 +108,11 @@ FP8 = {
 
 def save(name: str, directory: Path, seed: int = 0, shard_size: str = "100KB") -> None:
     """Writes a bf16 or FP8 checkpoint whose every parameter, norms and biases too, is drawn at random."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from layerproof.model import fp8
+
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[name.removesuffix("_fp8")](**COMMON | (CONFIGS | MORE | FP8)[name])
     model = AutoModelForCausalLM.from_config(config)

@@ -456,6 +456,7 @@ def test_a_file_that_is_no_config_is_told_in_one_line(tmp_path, capsys, content,
 BROKEN, COMMA = "layers: [1, 2\nchains: []\n", "expected ',' or ']', but got ':'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -68,6 +68,7 @@ def test_of_several_the_last_ended_the_process():
     assert "NeuronCore is free" in known_errors.explained(log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "provoke",
     [

@@ -5,6 +5,8 @@ import pytest
 from bugs import run
 from bugs.corpus import BUGS, MINIMAX_FP8
 
+pytestmark = pytest.mark.slow
+
 SLICE = (
     "norm epsilon",
     "q norm left out",

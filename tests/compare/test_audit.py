@@ -16,6 +16,8 @@ from layerproof.tensors import hdf5, pruning
 from models import save
 from streaming import TOKENS, stream
 
+pytestmark = pytest.mark.slow
+
 PORT = Path("workflow/ports/minimax_m2.py")
 STAGE = "layer_001"
 ATTENTION = "model.layers.1.self_attn."

@@ -15,6 +15,8 @@ from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
 from layerproof.tensors.tensor import Tensor
 
+pytestmark = pytest.mark.slow
+
 
 @given(st.integers(1, 500), st.data())
 def test_halving_finds_the_first_and_asks_no_more_than_it_must(count, data):

@@ -17,6 +17,8 @@ from layerproof.files import read_json, write_json
 from layerproof.rerun.job import Job
 from layerproof.tensors import hdf5
 
+pytestmark = pytest.mark.slow
+
 STAGE = "layer_001"
 
 

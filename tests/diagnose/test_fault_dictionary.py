@@ -16,6 +16,8 @@ from layerproof.model import checkpoint, loading, tokens
 from layerproof.taps import OUT, SHAPES
 from models import CONFIGS, FP8, save
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = config_with(golden={"device": "cpu"})
 PROMPTS = tokens.pad([list(range(3, 23)), [5, 9, 2, 40, 41, 7, 8]], 0)
 MODELS = [*CONFIGS, "deepseek_v3", "gemma2", "mixtral", "glm4", "cohere2", "phi", *FP8]

@@ -13,6 +13,8 @@ import torch
 from configs import REPOSITORY
 from layerproof.distributed import process_group as distributed
 
+pytestmark = pytest.mark.slow
+
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PJRT_DEVICE")
 
 WORK = """

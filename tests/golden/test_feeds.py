@@ -21,6 +21,8 @@ from layerproof.tensors import hdf5
 from models import save
 from streaming import TOKENS
 
+pytestmark = pytest.mark.slow
+
 OWN = {"mlp.experts": "mlp.experts"}
 
 

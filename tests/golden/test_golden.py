@@ -16,6 +16,8 @@ from layerproof.tensors import hdf5
 from models import CONFIGS, FP8, MORE, save
 from streaming import TOKENS, stream
 
+pytestmark = pytest.mark.slow
+
 
 def whole_model(directory, dtype, **options):
     """Output of every stage of the whole model by hooks, as bits-preserving tensors."""

@@ -19,6 +19,8 @@ from layerproof.tensors import hdf5
 from models import COMMON
 from peak import Peak
 
+pytestmark = pytest.mark.slow
+
 STAGE = "layer_000"
 SETTINGS = config_with(golden={"device": "cpu"}, port={"device": "CPU"})
 TOKENS = pad([[3, 4, 5], [6, 7]], pad_id=0)

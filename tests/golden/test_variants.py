@@ -13,6 +13,8 @@ from layerproof.tensors import hdf5
 from models import CONFIGS, save
 from streaming import SETTINGS, TOKENS
 
+pytestmark = pytest.mark.slow
+
 IDS, VALID = torch.from_numpy(TOKENS.ids), torch.from_numpy(TOKENS.valid)
 
 

@@ -12,6 +12,8 @@ from layerproof.tensors import hdf5
 from models import CONFIGS, FP8, save
 from streaming import SETTINGS, TOKENS, stream
 
+pytestmark = pytest.mark.slow
+
 
 def start(directory, **golden):
     settings = config.changed(SETTINGS, golden=config.changed(SETTINGS.golden, **golden))

@@ -18,6 +18,8 @@ from models import CONFIGS, save
 from peak import Peak
 from streaming import SETTINGS, stream
 
+pytestmark = pytest.mark.slow
+
 BY_TRANSFORMERS = config_with(port={"backend": "transformers", "device": "CPU"})
 LONG = pad([list(range(3, 80)) * 6, [5, 9, 2, 40, 41]], pad_id=0)
 

@@ -59,6 +59,7 @@ def test_an_edit_of_any_of_it_is_seen(module, constants):
     assert source.compiled >= compiled(module).keys()
 
 
+@pytest.mark.slow
 def test_where_the_library_is_read_only_compiled_code_is_kept_with_the_results(tmp_path):
     """As in a container."""
     command = [sys.executable, "-c", READ_ONLY, str(REPOSITORY / "workflow")]

@@ -19,6 +19,8 @@ from transformers import AutoTokenizer, MiniMaxM2ForCausalLM
 from layerproof import cli
 from layerproof.model import tiny
 
+pytestmark = pytest.mark.slow
+
 STEPS = 80
 SENTENCES = (
     "Alice was beginning to get very tired of the golden key, and the Rabbit said nothing at all about the weather.",

@@ -29,7 +29,7 @@ from models import CONFIGS, save
 from peak import Peak
 from streaming import TOKENS, stream
 
-pytestmark = pytest.mark.nxdi
+pytestmark = [pytest.mark.nxdi, pytest.mark.slow]
 
 LIBRARIES = Path(__file__).parent / "libraries"
 

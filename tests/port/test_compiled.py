@@ -21,6 +21,8 @@ from models import save
 from port.test_port import SETTINGS, failures, run
 from streaming import TOKENS, stream
 
+pytestmark = pytest.mark.slow
+
 COMPILED = SETTINGS | {"compile": "xla", "compiler_flags": []}
 
 

@@ -17,6 +17,8 @@ from layerproof.tensors import hdf5
 from models import CONFIGS, save
 from streaming import TOKENS, stream
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"backend": "xla", "module": "workflow/ports/minimax_m2.py", "device": "CPU", "dtype": "bfloat16"}
 """The config's `port`."""
 

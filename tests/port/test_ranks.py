@@ -17,6 +17,8 @@ from layerproof.failures import end_with
 from layerproof.port import ranks
 from layerproof.rerun import recorder
 
+pytestmark = pytest.mark.slow
+
 
 def sum_of_ranks():
     def work(rank):

@@ -10,7 +10,7 @@ from layerproof.report import plots
 from layerproof.report.page import TEMPLATE, render
 from layerproof.report.sentences import verdict_sentences
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 FLAGS = (
     "--headless",

@@ -840,6 +840,7 @@ def test_modules_whose_file_is_none_are_not_looked_for(tmp_path, monkeypatch):
     assert any(entry.endswith("names_torch_ops.py::work") for entry in fingerprint.fingerprints(seen))
 
 
+@pytest.mark.slow
 def test_the_library_runs_no_function_of_its_own_when_it_is_imported():
     """For what its imports run is not recorded. But for the dictionary of faults, whose imports are; what is also run for
     each tap; and the limits of the keys of config.yaml, which no job looks at.

@@ -187,6 +187,7 @@ def test_no_truncated_file_is_believed(small):
             assert not believed, f"{length} of {len(data)} bytes are believed to be all"
 
 
+@pytest.mark.slow
 def test_no_file_with_a_damaged_byte_is_believed(small):
     """Each byte in turn has all of its bits flipped, and then one of them. Bytes that hold nothing may change."""
     whole, data = content(small), small.read_bytes()

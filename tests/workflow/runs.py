@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import yaml
-from safetensors.torch import load_file, save_file
 from warm import warm_python
 
 import models
@@ -198,6 +197,8 @@ def dense_and_moe(directory: Path, **config) -> Workflow:
 
 def change_tensor(workflow, name, change):
     """Rewrites the shard that holds a tensor; `change` returns None to leave the tensor out."""
+    from safetensors.torch import load_file, save_file
+
     for shard in (workflow.directory / "model").glob("*.safetensors"):
         tensors = load_file(shard)
         if name in tensors:

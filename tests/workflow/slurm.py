@@ -19,7 +19,7 @@ SlurmctldPort={port}
 SlurmdPort={port_of_node}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
@@ -45,6 +45,7 @@ PartitionName=gpu Nodes=localhost
 PartitionName=trn Nodes=localhost
 PartitionName=cpu Nodes=localhost Default=YES
 """
+"""cred_expire: so long, and by default two minutes, waits a job before it starts again after its node was lost."""
 GRES = """
 Name=gpu File=/dev/null
 """

@@ -20,7 +20,7 @@ def slurm(tmp_path_factory):
 def test_the_default_run_survives_a_cancelled_job_and_a_lost_node(slurm, tmp_path):
     workflow = Workflow(tmp_path)
     command = workflow.command(
-        "--workflow-profile", "profiles/slurm", "--seconds-between-status-checks", "2", target="all"
+        "--workflow-profile", "profiles/slurm", "--slurm-init-seconds-before-status-checks", "1", target="all"
     )
     process = workflow.start([part for part in command if part not in ("--cores", "1")])
     try:
