@@ -36,6 +36,7 @@ onstart:
 
         or_exit(preflight.require_slurm)
     limit_no_starts()
+    snakemake_logger.addHandler(KeepDigests())
 
 
 rule all:

@@ -4,7 +4,8 @@ how long a run would take on machines that were not here, and cost.
 The time of a stage is that of reading its weights, at the speed of the machine's disk; of putting them into a model and of
 the work on its taps, both measured here on one core (the first of a golden, for either side); of its matrix products, at
 EFFICIENCY of what the device's vendor says; and JOBS. The port has each stage alone and in the chain of all. The golden's
-side also takes the digests of all weights, once. Machines differ and prices change: MACHINES is the place for yours.
+side also takes the digests of all weights, once, and each file in results/ is digested once (a test counts it). Machines
+differ and prices change: MACHINES is the place for yours.
 """
 
 from __future__ import annotations
@@ -42,10 +43,6 @@ EFFICIENCY = 0.3
 """Of a device's peak, in products as large as these."""
 JOBS = 3.0
 """Seconds that Snakemake and the processes take for all jobs of a stage on one side (benchmarks/overhead.py), rounded up."""
-DIGESTS = {"golden": 11, "noise": 5, "port": 5, "chain": 4}
-"""How often a file is digested from nothing to the report: for the record of its job and of each that reads it, and for the
-manifest. A test counts them.
-"""
 DIGESTED = 1 << 28
 """Bytes by which the speed of digests is measured."""
 
@@ -176,12 +173,12 @@ def seconds_of_stage(
         flops = products(stage, length, FULL["num_experts_per_tok"])
         compute = (2 + len(VARIANTS)) * flops / machine.bf16 + flops / machine.fp32
         loads = 1
-        written = DIGESTS["golden"] * 6 * elements + DIGESTS["noise"] * 2 * output
+        written = 6 * elements + 2 * output
     else:
         # With taps and without, and in the chain. The shipped port has each token go through all experts.
         compute = 3 * products(stage, length, FULL["num_local_experts"]) / machine.bf16
         loads = 2
-        written = DIGESTS["port"] * 2 * elements + DIGESTS["chain"] * 2 * output
+        written = 2 * elements + 2 * output
         elements += output
     return {
         "reading": loads * found["weights"][side] / machine.disk,

@@ -30,7 +30,6 @@ class RecordedJob:
 
     def __init__(self, directory: Path) -> None:
         self.records, self.files = directory / "results/records", directory / "jobs"
-        self.seen = directory / "seen"
         self.path, self.job_file = (folder / f"{NAME}.json" for folder in (self.records, self.files))
         self.code = directory / "code.py"
         self.input = directory / "input.h5"
@@ -76,7 +75,7 @@ class RecordedJob:
 
     def planner(self, wants_taps=lambda name: False) -> Planner:
         """A planner as a new call of snakemake has it."""
-        return Planner(self.records, self.files, self.seen, wants_taps)
+        return Planner(self.records, self.files, wants_taps)
 
     def why(self, wants_taps=lambda name: False, **changes) -> tuple[str | None, bool]:
         """What a new planner says of the job that has these other fields."""

@@ -199,7 +199,7 @@ def test_error_becomes_a_result_and_is_tried_again(task, capsys, caplog):
     record = Record.read(task.job.record)
     assert record.error == "no such head"
     assert set(record.outputs) == {str(task.outputs[0])}
-    planner = Planner(RECORDS, RECORDS / "jobs", RECORDS / "seen", lambda name: False)
+    planner = Planner(RECORDS, RECORDS / "jobs", lambda name: False)
     assert planner.why(task.job) == ("it failed before", True)
     captured = capsys.readouterr()
     assert "error: no such head" in captured.err and "Traceback" not in captured.err

@@ -9,7 +9,7 @@ import pytest
 
 from layerproof.files import sha256
 from layerproof.rerun import fingerprint, recorder, records
-from layerproof.rerun.records import described, is_intact
+from layerproof.rerun.records import described
 from recorded import JOB, NAME, RecordedJob, damage, touch, wait_for_the_next_tick
 
 CHANGED = {"settings": {"compare": {"limit": 2.0}, "parallel": {"tp": 1}}}
@@ -278,20 +278,6 @@ def test_a_job_file_is_written_once_in_a_process(job):
     assert (job.job_file.read_bytes(), job.job_file.stat()) == before
 
 
-def test_an_output_is_read_once_for_its_size_and_time(job, monkeypatch):
-    """Snakemake gives it another time than its record has."""
-    for path in job.outputs:
-        touch(path)
-    assert job.why() == UNCHANGED
-    with monkeypatch.context() as patch:
-        patch.setattr(records, "sha256", lambda path: pytest.fail("is read again"))
-        assert job.why() == UNCHANGED
-    damage(job.outputs[0])
-    assert job.why() == UNCHANGED and not is_intact(job.outputs[0], job.record.outputs[str(job.outputs[0])])
-    touch(job.outputs[0])
-    assert job.why() == of_output(job.outputs[0])
-
-
 def test_of_a_job_each_output_is_read_once(job, monkeypatch):
     """Also where one is damaged."""
     read = []
@@ -300,14 +286,6 @@ def test_of_a_job_each_output_is_read_once(job, monkeypatch):
     planner = job.planner()
     assert planner.why(JOB) == of_output(job.outputs[0]) and planner.is_stale(JOB)
     assert not planner.has_run_with(JOB) and read == job.outputs
-
-
-@pytest.mark.parametrize("note", ["", "{", '{"a.h5": 1}'])
-def test_a_note_of_what_was_read_may_be_lost_or_half_written(job, note):
-    assert job.why() == UNCHANGED
-    (seen,) = job.seen.rglob("*.json")
-    seen.write_text(note)
-    assert job.why() == UNCHANGED
 
 
 # Questions of the rules

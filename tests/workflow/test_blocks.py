@@ -27,6 +27,10 @@ BLOCKS = {f"{rule}_stages_{first}" for rule in IN_ORDER for first in (STAGES[0],
 def workflow(tmp_path_factory):
     """A dense layer and two MoE layers, in blocks of the first four stages and the others."""
     workflow = dense_and_moe(tmp_path_factory.mktemp("blocks"), chains=[], stages_per_job=SIZE)
+    compute = "    digest = hashlib"
+    workflow.edit(
+        "workflow/layerproof/digests.py", (compute, f'    open("digested", "a").write(f"{{path}}\\n")\n{compute}')
+    )
     workflow.first = workflow.run()
     return workflow
 
@@ -45,6 +49,18 @@ def test_a_job_runs_the_stages_of_a_block(workflow):
         BY_KIND, len(STAGES) - len(MOE)
     )
     assert workflow.run().started == 0
+
+
+def test_a_result_is_read_once_for_its_digest(workflow):
+    """By whoever needs it first, whatever time Snakemake gives it when its job ends."""
+    read = (workflow.directory / "digested").read_text().splitlines()
+    files = [path for path in workflow.results.rglob("*.h5") if path.parent.name != "chain"]
+    assert len(files) > 3 * len(STAGES)
+    counts = {read.count(str(path.relative_to(workflow.directory))) for path in files}
+    assert counts == {1}
+    workflow.run("--forcerun", "verdicts")
+    again = (workflow.directory / "digested").read_text().splitlines()[len(read) :]
+    assert not [path for path in again if path.endswith(".h5")]
 
 
 def test_by_default_sixteen_stages_share_a_job(tmp_path):

@@ -10,7 +10,6 @@ import zipfile
 import pytest
 from runs import REPOSITORY, Workflow
 
-import scale
 from bugs.corpus import BUGS, MINIMAX
 from configs import config_with
 from layerproof.model import fp8
@@ -62,15 +61,6 @@ def test_the_audit_is_told_by_hand(workflow):
     assert told.stdout.startswith("embed: ") and "; golden job " in told.stdout
     assert "Golden, full model in one process: " in told.stdout
     assert "8 x A100 80 GB, golden: a stage fits; the full model fits (it needs 1 device)" in told.stdout
-
-
-def test_files_are_digested_as_often_as_the_time_of_a_run_is_reckoned_with(workflow):
-    records = [json.loads(path.read_text()) for path in (workflow.results / "records").rglob("*.json")]
-    in_manifest = json.loads((workflow.results / "manifest.json").read_text())["outputs"]
-    for folder, times in scale.DIGESTS.items():
-        name = f"{'chain/all' if folder == 'chain' else folder}/layer_005.h5"
-        named = [path for record in records for path in (*record["inputs"], *record["outputs"])]
-        assert named.count(f"results/{name}") + (name in in_manifest) == times, name
 
 
 def test_a_model_in_fp8_passes(tmp_path):

@@ -81,7 +81,6 @@ def layerproof(verb, outputs, inputs=""):
 PLANNER = Planner(
     RECORDS,
     Path(".layerproof/jobs"),
-    Path(".layerproof/seen"),
     lambda name: needs_taps(Path(name).name),
 )
 DESCRIBED = {}

@@ -1,9 +1,14 @@
 # What Layerproof needs of Snakemake beyond its documented interface. Tried with Snakemake 9.27.1.
 
+import logging
 
 from snakemake.iocontainers import Wildcards
+from snakemake.logging import logger as snakemake_logger
 from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import format as filled_in
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from layerproof import digests
 
 if workflow.storage_settings.default_storage_provider:
     # Of an output that a job may leave as it is, Snakemake 9.27 makes a copy first, on the local disk alone.
@@ -178,6 +183,19 @@ for of_rules in (workflow.resource_settings.overwrite_resources, workflow.group_
         chains = {f"chain_{name}" for name in CHAINS if rule_name == "chain" and name != captured.CHAIN}
         blocks = {block_of(rule_name, stage) for stage in ALL_STAGES} - {None}
         of_rules.update({name: of_rules.get(name, of_rules[rule_name]) for name in chains | blocks})
+
+
+class KeepDigests(logging.Handler):
+    """Tells of every output when its job has ended and Snakemake has given it a new time, so that it need not be read again."""
+
+    def emit(self, record):
+        if getattr(record, "event", None) == LogEvent.JOB_FINISHED:
+            for output in self.outputs.get(record.job_id, ()):
+                digests.keep_after_touch(Path(output))
+
+    @functools.cached_property
+    def outputs(self):
+        return {workflow.dag.jobid(job): list(job.output) for job in workflow.dag.jobs}
 
 
 def limit_no_starts():

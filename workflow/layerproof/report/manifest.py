@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from layerproof import digests
 from layerproof.environment import package_versions
 from layerproof.errors import UserError
 from layerproof.files import digest_of, read_json, replacing, sha256, sha256_from_here, write_json, write_text
@@ -133,7 +134,7 @@ def _files(results: Path) -> list[str]:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    return {"sha256": sha256(path), "bytes": path.stat().st_size}
+    return {"sha256": digests.sha256(path), "bytes": path.stat().st_size}
 
 
 def git_state() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layerproof.files import canonical_json, read_json
+from layerproof.files import read_json
 from layerproof.rerun import fingerprint
 from layerproof.rerun.job import Job
 from layerproof.rerun.records import Record, changed_settings, is_intact
@@ -28,16 +28,15 @@ from layerproof.tensors import pruning
 
 
 class Planner:
-    """Plans the jobs of one workflow. `records` holds their records, `files` their job files, `seen` notes of which
-    outputs were read.
+    """Plans the jobs of one workflow. `records` holds their records, and `files` their job files.
 
     A job that failed runs again. Missing outputs count too: Snakemake does not make a file again that nothing newer
     needs, but a run without it is no proof. A pruned output is as good as the file that it was, unless `wants_taps`
     says of the job that its taps are wanted.
     """
 
-    def __init__(self, records: Path, files: Path, seen: Path, wants_taps: Callable[[str], bool]) -> None:
-        self.records, self.files, self.seen, self.wants_taps = records, files, seen, wants_taps
+    def __init__(self, records: Path, files: Path, wants_taps: Callable[[str], bool]) -> None:
+        self.records, self.files, self.wants_taps = records, files, wants_taps
         self._read: dict[str, Record | None] = {}
         self._reasons: dict[str, list[str]] = {}
         self._written: dict[str, str] = {}
@@ -122,8 +121,9 @@ class Planner:
             reasons = ["it failed before"] if record.error is not None else []
             if code := fingerprint.changed(record.code):
                 reasons.append(f"its code changed ({', '.join(code)})")
-            intact = self._intact(name, record)
-            reasons += [f"its output is missing or damaged ({path})" for path in record.outputs if path not in intact]
+            outputs = record.outputs.items()
+            damaged = [path for path, description in outputs if not is_intact(Path(path), description)]
+            reasons += [f"its output is missing or damaged ({path})" for path in damaged]
             self._reasons[name] = reasons
         return self._reasons[name]
 
@@ -133,25 +133,3 @@ class Planner:
         names = (str(path.relative_to(self.records).with_suffix("")) for path in self.records.rglob("*.json"))
         records = filter(None, map(self.record, names))
         return {name: output["sha256"] for record in records for name, output in record.outputs.items()}
-
-    def _intact(self, name: str, record: Record) -> dict[str, list[Any]]:
-        """Outputs that are intact, with what they are known by: one with the size and time with which it was read
-        before is not read again. The time in the record is not enough: Snakemake gives outputs another when a job has
-        ended.
-        """
-        note = self.seen / f"{name}.json"
-        try:
-            before = read_json(note)
-        except (OSError, ValueError):
-            before = {}
-        intact = {}
-        for path, description in record.outputs.items():
-            with contextlib.suppress(OSError):
-                status = Path(path).stat()
-                known_by = [description["sha256"], status.st_size, status.st_mtime_ns]
-                if before.get(path) == known_by or is_intact(Path(path), description):
-                    intact[path] = known_by
-        if intact != before:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(canonical_json(intact))
-        return intact

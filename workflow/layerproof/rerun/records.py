@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerproof.files import read_json, sha256, write_json
+from layerproof.digests import sha256
+from layerproof.files import read_json, write_json
 from layerproof.rerun import fingerprint
 from layerproof.rerun.job import Job
 from layerproof.tensors import pruning

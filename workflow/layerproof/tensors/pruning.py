@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerproof.digests import sha256, sha256_of
 from layerproof.errors import UserError
-from layerproof.files import sha256, sha256_from_here
+from layerproof.files import sha256_from_here
 
 BLOCK_BYTES = 512  # smallest user block that HDF5 allows
 MAGIC = b"layerproof trimmed"
@@ -52,7 +53,7 @@ def digest(path: Path) -> str:
     with open(path, "rb") as file:  # open once: another process may prune the file right now
         pruned = _parsed(path, file.read(BLOCK_BYTES))
         file.seek(0)
-        return sha256_from_here(file) if pruned is None else pruned.original
+        return sha256_of(file, path) if pruned is None else pruned.original
 
 
 def prune(path: Path) -> Pruned:
