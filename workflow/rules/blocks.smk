@@ -21,6 +21,7 @@ for rule_name, (side, _, _, start) in BLOCKS.items():
             priority: of_one_stage(rule_name).priority
             container:
                 CONTAINERS[side]
+            threads: threads_of(rule_name)
             resources:
                 **block_resources(side, block, start),
             params:

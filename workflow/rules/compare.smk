@@ -20,6 +20,7 @@ rule compare_stage:
         "results/benchmarks/compare/{stage}.tsv"
     container:
         CONTAINERS["cpu"]
+    threads: 4  # a tap each
     shell:
         layerproof("compare", "comparison", "golden noise port tokens")
 

@@ -132,6 +132,11 @@ def of_one_stage(rule_name):
     return getattr(rules, rule_name).rule
 
 
+def threads_of(rule_name):
+    """The threads of the rule of one stage, also where a profile or the command line says how many."""
+    return of_one_stage(rule_name).resources["_cores"].value
+
+
 def block_files(rule_name, section, block):
     """Outputs or logs of a rule for all stages of a block, by their names in the rule."""
     of_rule = getattr(of_one_stage(rule_name), section)

@@ -36,6 +36,7 @@ rule weights:
         "results/benchmarks/weights.tsv"
     container:
         CONTAINERS["golden"]
+    threads: 4  # digests
     resources:
         runtime=time_of_reading(WEIGHT_FILES),
     shell:

@@ -21,6 +21,7 @@ from layerproof.model.stages import LM_HEAD
 from layerproof.taps import OUT
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor
+from layerproof.threads import mapped
 
 SCHEMA_VERSION = 1
 CHANGED_BY = 2.0
@@ -78,31 +79,33 @@ def compare_taps(
 ) -> dict[str, Any]:
     """Compares a stage's tensors, in the order of `wanted`: status, taps, routing and errors.
 
-    `noise` may cover all taps, some or none.
+    `noise` may cover all taps, some or none. Taps are compared on the declared threads.
     """
     routing = _routing(found, wanted, truth, valid, valid & ~noise[OUT].compared if OUT in noise else None)
     experts = experts_chosen(truth) if routing else None
-    taps: dict[str, dict[str, Any]] = {}
-    for name in wanted:
+
+    def of_tap(name: str) -> dict[str, Any]:
         if name not in found:
-            taps[name] = {"status": "missing", "reason": "the port does not hand over this tap"}
-            continue
+            return {"status": "missing", "reason": "the port does not hand over this tap"}
         left_out = routing.left_out if routing and name in AFTER_ROUTER else None
         sides = wanted[name], truth[name], valid, limit, left_out, noise.get(name)
         mine = found[name]
         if name == "router.selection" and "router.choice" in found:
             mine = ruled_out_as(mine, wanted[name], truth[name])
-        taps[name] = judge(mine, *sides, experts=experts if name in AFTER_ROUTER else None)
+        tap = judge(mine, *sides, experts=experts if name in AFTER_ROUTER else None)
         if left_out is not None and valid.any() and left_out[valid].all():
-            taps[name]["reason"] = "nothing was compared: experts are nearly tied at every token. Use more tokens."
+            tap["reason"] = "nothing was compared: experts are nearly tied at every token. Use more tokens."
         if routing and routing.compared and name == "router.choice":
             reason = routing.reason()
-            taps[name] |= {"status": "fail" if reason else "pass", "reason": reason}
+            tap |= {"status": "fail" if reason else "pass", "reason": reason}
         if ranks:
             summed = ranks.summed.get(name)
             is_sum_right = summed is not None and judge(summed, *sides)["status"] == "pass"
             if reason := ranks.reason(name, found[name], wanted[name], is_sum_right):
-                taps[name] |= {"status": "fail", "reason": reason}
+                tap |= {"status": "fail", "reason": reason}
+        return tap
+
+    taps = dict(zip(wanted, mapped(of_tap, wanted), strict=True))
     failed = [name for name, tap in taps.items() if tap["status"] == "fail"]
     status = "fail" if failed else taps[OUT]["status"]
     reason = f"{failed[0]}: {taps[failed[0]]['reason']}" if failed else taps[OUT]["reason"]

@@ -134,7 +134,7 @@ class Sums(NamedTuple):
         )
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_patterns, noise, has_noise):
     """Does the work of `Sums.add`. Each loop below writes only one array, so the compiler can vectorise it."""
     rows, features = values[0].shape
@@ -179,7 +179,7 @@ def _add(sums, constants, numbers, kept, values, are_bits, patterns, has_pattern
     return all_finite
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_values(values, are_bits, single, exact):
     """Converts a token's elements to fp64; bf16 is the upper half of fp32."""
     if are_bits:
@@ -193,7 +193,7 @@ def _set_values(values, are_bits, single, exact):
             exact[c] = values[c]
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_finite(largest, p, g, x, keep):
     """Finds the elements that are finite in all three tensors and returns their number.
 
@@ -211,7 +211,7 @@ def _set_finite(largest, p, g, x, keep):
     return found
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_squares(steps, p, g, x, of_port, of_golden, of_rounding, expected):
     """Computes `groups.error_squares` of a token."""
     patterns = x.view(np.int64)
@@ -228,7 +228,7 @@ def _set_squares(steps, p, g, x, of_port, of_golden, of_rounding, expected):
         expected[c] = expected[c] * expected[c] / 12 if x[c] != 0 else 0.0
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_units(constants, of_token, of_channel, rounding, squares, expected, units):
     """Computes a token's squared errors in units of the noise."""
     most = constants.largest_ratio * constants.largest_ratio
@@ -238,7 +238,7 @@ def _set_units(constants, of_token, of_channel, rounding, squares, expected, uni
         units[c] = unit if squares[c] > 0 else 0.0
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_errors(constants, p, g, x, of_both, relative, of_port, of_golden):
     """Computes the SPREADS of a token, except the steps."""
     for c in range(len(p)):
@@ -254,7 +254,7 @@ def _set_errors(constants, p, g, x, of_both, relative, of_port, of_golden):
         of_golden[c] = abs(g[c] - x[c])
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_steps(port, golden, keep, steps):
     """Counts the representable steps between port and golden from their bits.
 
@@ -269,7 +269,7 @@ def _set_steps(port, golden, keep, steps):
         steps[c] = np.float64(apart) if keep[c] else 0.0
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _add_spread(spread, bins, constants, values, left_out, single):
     """Counts values by their fp32 patterns, using `single` as scratch space for the rounded values.
 
@@ -290,7 +290,7 @@ def _add_spread(spread, bins, constants, values, left_out, single):
     bins[0] -= left_out
 
 
-@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
 def _look_through(values, spread):
     """Adds non-negative numbers to one of `Sums.spreads`.
 
@@ -310,7 +310,7 @@ def _look_through(values, spread):
     bits[3] = max(bits[3], largest)
 
 
-@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
 def _add_totals(sums, constants, g, x, differences, left_out):
     absolute, of_golden = constants.close
     truth_squares = difference_squares = 0.0
@@ -324,7 +324,7 @@ def _add_totals(sums, constants, g, x, differences, left_out):
     sums.totals[2] += close - left_out
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_worst(sums, number, p, g, x, keep, errors):
     largest = sums.spreads[PORT, 3]
     for c in range(len(errors)):
@@ -334,7 +334,7 @@ def _set_worst(sums, number, p, g, x, keep, errors):
             return
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _add_moments(sums, p, g, keep, found):
     """Merges a token's moments, centred within the token.
 
@@ -360,7 +360,7 @@ def _add_moments(sums, p, g, keep, found):
     moments[5] += gg + b * b * weight
 
 
-@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
 def _add_to(totals, values):
     """Adds values to totals element by element and returns the sum of the values."""
     total = 0.0
@@ -370,7 +370,7 @@ def _add_to(totals, values):
     return total
 
 
-@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
 def _look_at_both(p, g, keep, port_first, golden_first):
     """Returns the sums of a token's elements, and how many kept elements differ from the first one.
 
@@ -386,7 +386,7 @@ def _look_at_both(p, g, keep, port_first, golden_first):
     return port_total, golden_total, port_varied, golden_varied
 
 
-@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
 def _centred(p, g, keep, port_mean, golden_mean):
     """Returns the sums of squares and products of the kept elements, after subtracting the means."""
     pp = pg = gg = 0.0

@@ -22,6 +22,7 @@ import numpy as np
 from layerproof.measure.groups import by_expert, groups_of, relative, unit_ratio
 from layerproof.measure.routing import AFTER_ROUTER, experts_chosen, flips
 from layerproof.tensors.tensor import CHUNK_ELEMENTS, Tensor, blocks, is_finite, token_numbers
+from layerproof.threads import mapped
 
 if TYPE_CHECKING:
     from layerproof.measure.noise_kernel import Block
@@ -69,7 +70,7 @@ def noise_of_taps(
     """Measures the noise of every tap of floats.
 
     Taps after the router leave out tokens for which the golden or a variant chooses other experts than the truth: a
-    flip is not noise, and `routing` distinguishes it from a mistake.
+    flip is not noise, and `routing` distinguishes it from a mistake. Taps are measured on the declared threads.
     """
     draws = [golden, *variants]
     flipped = np.zeros_like(valid)
@@ -77,16 +78,17 @@ def noise_of_taps(
     if CHOICE in truth:
         flipped = np.logical_or.reduce([flips(draw[CHOICE], truth[CHOICE]) for draw in draws])
         experts = experts_chosen(truth)
-    return {
-        name: measure(
+
+    def of_tap(name: str) -> Noise:
+        return measure(
             _distinct([draw[name] for draw in draws]),
             truth[name],
             valid & ~flipped if name in AFTER_ROUTER else valid,
             experts if name in AFTER_ROUTER else None,
         )
-        for name in golden
-        if golden[name].dtype_class == "float"
-    }
+
+    names = [name for name in golden if golden[name].dtype_class == "float"]
+    return dict(zip(names, mapped(of_tap, names), strict=True))
 
 
 def _distinct(draws: Sequence[Tensor]) -> list[Tensor]:

@@ -98,7 +98,7 @@ def in_units(
     _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, Constants(), block)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_squares(block, row, constants, exact, squares, keep):
     """Computes the squared errors [rows + 1, features] of a token and returns the number of finite elements.
 
@@ -134,7 +134,7 @@ def _set_squares(block, row, constants, exact, squares, keep):
     return found
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_values(values, are_bits, single, wide):
     """Converts a token's elements to fp64; bf16 is the upper half of fp32."""
     if are_bits:
@@ -148,19 +148,19 @@ def _set_values(values, are_bits, single, wide):
             wide[c] = values[c]
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _keep_finite(values, largest, keep):
     for c in range(len(values)):
         keep[c] &= abs(values[c]) <= largest
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _square_difference(values, exact):
     for c in range(len(values)):
         values[c] = (values[c] - exact[c]) * (values[c] - exact[c])
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_units(squares, noise, most, units):
     """Computes `groups.relative`."""
     for c in range(len(units)):
@@ -169,7 +169,7 @@ def _set_units(squares, noise, most, units):
         units[c] = unit if squares[c] > 0 else 0.0
 
 
-@numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
 def _total(values):
     total = 0.0
     for c in range(len(values)):
@@ -177,13 +177,13 @@ def _total(values):
     return total
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _add_to(totals, values):
     for c in range(len(values)):
         totals[c] += values[c]
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _count(fit, expected, constants, block):
     features, rows = len(fit.channel_counts), len(fit.channel)
     exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
@@ -201,7 +201,7 @@ def _count(fit, expected, constants, block):
             _add_to(fit.channel[of] if of < rows else expected, units)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_token(fit, number, channel, is_exact, squares, most, units):
     """Fits a token's factors to the channels' factors and returns their mean."""
     rows = len(fit.channel)
@@ -213,7 +213,7 @@ def _set_token(fit, number, channel, is_exact, squares, most, units):
     return mean
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _balance(fit, following, channel, is_exact, constants, block):
     rows, features = fit.channel.shape
     exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
@@ -229,7 +229,7 @@ def _balance(fit, following, channel, is_exact, constants, block):
             _add_to(following[of], units)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, constants, block):
     rows, features = fit.channel.shape
     exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
@@ -251,7 +251,7 @@ def _in_units(fit, by_token, by_channel, channel, others, rounding, is_exact, co
             by_token[of, number] = _total(units)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _set_noise(of_token, of_channel, rounding, expected, noise):
     for c in range(len(noise)):
         noise[c] = (of_token * of_channel[c] + rounding * expected[c]) / 2

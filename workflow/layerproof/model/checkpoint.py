@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerproof.errors import StageError, UserError
 from layerproof.files import digest_of, read_json
+from layerproof.threads import mapped
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+READ_BYTES = 1 << 20
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 """The first number in a tensor's name is the layer, as in `model.layers.3.mlp.experts.7.w1.weight`."""
 NO_DIGITS = dict.fromkeys(map(ord, "0123456789"))
@@ -59,18 +61,22 @@ class TensorOnDisk:
     start: int
     end: int
 
-    def read(self) -> bytes:
-        """Reads the tensor's bytes.
+    def sha256(self) -> str:
+        """Returns the SHA-256 of the tensor's bytes, in hex.
 
         Raises:
             StageError: if the shard ends before the tensor does.
+            OSError: if it cannot be read.
         """
+        digest, left = hashlib.sha256(), self.end - self.start
         with open(self.file, "rb") as file:
             file.seek(self.start)
-            data = file.read(self.end - self.start)
-        if len(data) != self.end - self.start:
+            while data := file.read(min(left, READ_BYTES)):
+                digest.update(data)
+                left -= len(data)
+        if left:
             raise StageError(f"{self.file}: ends inside tensor {self.name} (truncated?). Copy the shard again.")
-        return data
+        return digest.hexdigest()
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -175,23 +181,25 @@ def describe(
     expected: Mapping[str, str],
     damaged: Mapping[str, str],
 ) -> dict[str, Any]:
-    tensors = {}
+    """The entry of a stage in `loading.describe_stages`; digests are computed on the declared threads."""
+
+    def of_tensor(name: str) -> dict[str, Any]:
+        if name not in found:
+            shard = expected[name]
+            raise StageError(
+                damaged.get(shard) or f"{shard}: tensor {name} is missing; the index names it. Copy the shard again."
+            )
+        tensor = found[name]
+        return {
+            "file": tensor.file.name,
+            "parameter": parameters[name],
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "sha256": tensor.sha256(),
+        }
+
     try:
-        for name, parameter in parameters.items():
-            if name not in found:
-                shard = expected[name]
-                raise StageError(
-                    damaged.get(shard)
-                    or f"{shard}: tensor {name} is missing; the index names it. Copy the shard again."
-                )
-            tensor = found[name]
-            tensors[name] = {
-                "file": tensor.file.name,
-                "parameter": parameter,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "sha256": hashlib.sha256(tensor.read()).hexdigest(),
-            }
+        tensors = dict(zip(parameters, mapped(of_tensor, parameters), strict=True))
     except (StageError, OSError) as error:
         return {"error": f"{stage}: {error}"}
     content = {name: [entry["dtype"], entry["shape"], entry["sha256"]] for name, entry in tensors.items()}
