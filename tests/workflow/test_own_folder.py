@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, environment
+from runs import REPOSITORY, environment, warm_path
 
 pytestmark = pytest.mark.workflow
 
@@ -29,7 +29,8 @@ rule done:
 
 
 def run(*command, cwd, **variables):
-    env = environment() | {"PATH": f"{BIN}:{os.environ['PATH']}"} | variables
+    warm, _, others = warm_path().partition(":")
+    env = environment() | {"PATH": f"{warm}:{BIN}:{others}"} | variables
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
