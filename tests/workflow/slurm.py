@@ -121,8 +121,10 @@ class Slurm:
         jobs = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line.startswith("JobId")]
         return [job for job in jobs if job["WorkDir"] == str(directory)]
 
-    def wait_for_job(self, rules: str, directory: Path) -> str:
-        """The number of the first submission of these rules from a directory, once it runs."""
+    def wait_for_job(self, rules: str, directory: Path, unless: Callable[[], str | bool]) -> str:
+        """The number of the first submission of these rules from a directory, once it runs; an error with the words of
+        `unless`, which says why none will come.
+        """
         return self._wait(
             lambda: next(
                 (
@@ -133,6 +135,7 @@ class Slurm:
                 None,
             ),
             f"no job {rules} runs",
+            unless,
         )
 
     def wait_for_node(self, state: str) -> None:
@@ -154,10 +157,12 @@ class Slurm:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         one.kill()
 
-    def _wait(self, condition: Callable[[], T], message: str) -> T:
+    def _wait(self, condition: Callable[[], T], message: str, unless: Callable[[], str | bool] = lambda: False) -> T:
         for _ in range(PATIENCE):
             if found := condition():
                 return found
+            if why := unless():
+                raise AssertionError(f"{message}: {why}")
             time.sleep(1)
         logs = "".join(f"\n== {path}\n{path.read_text()[-2000:]}" for path in self.folder.glob("*.log"))
         raise AssertionError(f"{message}{logs}")

@@ -19,14 +19,17 @@ def slurm(tmp_path_factory):
 
 def test_the_default_run_survives_a_cancelled_job_and_a_lost_node(slurm, tmp_path):
     workflow = Workflow(tmp_path)
-    command = workflow.command(
-        "--workflow-profile", "profiles/slurm", "--slurm-init-seconds-before-status-checks", "1", target="all"
-    )
+    profile = "--workflow-profile", "profiles/slurm", "--slurm-init-seconds-before-status-checks=1"
+    command = workflow.command(*profile, target="all")
     process = workflow.start([part for part in command if part not in ("--cores", "1")])
+
+    def running(rules: str) -> str:
+        return slurm.wait_for_job(rules, tmp_path, unless=lambda: process.poll() is not None and workflow.printed())
+
     try:
-        cancelled = slurm.wait_for_job("rule_golden_", tmp_path)
+        cancelled = running("rule_golden_")
         slurm.run("scancel", cancelled)
-        lost = slurm.wait_for_job("rule_port_", tmp_path)
+        lost = running("rule_port_")
         slurm.kill_node()
         slurm.wait_for_node("down")
         slurm.start("slurmd", "-D")
