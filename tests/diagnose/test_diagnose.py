@@ -84,7 +84,7 @@ def test_a_forced_run_that_failed_is_why_there_is_no_diagnosis(model, tmp_path):
     )
     with pytest.raises(StageError, match="the port ran out of memory"):
         diagnose.diagnose(stage, {"taps": {}}, files)
-    with pytest.raises(StageError, match="is not there"):
+    with pytest.raises(StageError, match="does not exist"):
         diagnose.diagnose(stage, {"taps": {}}, replace(files, golden=tmp_path / "gone.h5"))
 
 

@@ -163,7 +163,7 @@ def test_facts_are_those_of_rank_0_and_say_how_many_there_were(tmp_path):
 
 def test_a_rank_without_a_file_is_told(tmp_path):
     hdf5.write(tmp_path / "0.h5", {"port": {"out": float32(random(2, 3, 4))}})
-    with pytest.raises(StageError, match=r"1\.h5: is not there"):
+    with pytest.raises(StageError, match=r"1\.h5: does not exist"):
         shards.join([tmp_path / "0.h5", tmp_path / "1.h5"], tmp_path / "out.h5", VALID)
     assert not (tmp_path / "out.h5").exists()
 

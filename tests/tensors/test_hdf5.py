@@ -155,7 +155,7 @@ def test_an_input_from_a_failed_stage_is_missing_and_keeps_the_first_message(tmp
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(StageError, match=r"a\.h5: is not there\. Run") as error:
+    with pytest.raises(StageError, match=r"a\.h5: does not exist\. Run") as error:
         hdf5.read(tmp_path / "a.h5", "golden/out")
     assert not isinstance(error.value, StageMissing)
 

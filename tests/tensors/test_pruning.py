@@ -82,7 +82,7 @@ def test_a_file_that_is_trimmed_while_its_digest_is_taken(whole, monkeypatch):
 
 def test_tensors_that_were_dropped_are_not_taken_for_none(whole):
     pruning.prune(whole)
-    with pytest.raises(StageError, match=r"layer_000.h5: holds only outputs \(compare.taps: auto\).*--forcerun"):
+    with pytest.raises(StageError, match=r"layer_000.h5: contains only outputs \(compare.taps: auto\).*--forcerun"):
         hdf5.read_group(whole, "golden")
 
 

@@ -109,6 +109,13 @@ def test_of_a_block_only_the_stages_run_that_an_edit_touches(workflow):
     assert "runs because its code" in workflow.log("port/layer_001"), "each stage has its own log"
     assert "runs because its inputs changed" in workflow.log("compare/layer_001")
     assert "up to date" in workflow.log("compare/layer_000")
+    # What ran where, on which shapes, how long, and what came of it.
+    assert ": port, taps: 18, out bfloat16 [2, 17, 64], on cpu" in workflow.log("port/layer_001")
+    assert "compare/layer_001: fail, router.scores: " in workflow.log("compare/layer_001")
+    assert "diagnosis/layer_001: router.scores: " in workflow.log("diagnosis/layer_001")
+    assert re.search(
+        r"^\d{4}-.* port/layer_001: done after [\d.]+ s, peak memory", workflow.log("port/layer_001"), re.M
+    )
 
 
 def test_a_stage_is_forced_by_its_file_or_with_all_others_by_its_rule(workflow):

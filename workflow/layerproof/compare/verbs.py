@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from layerproof.rerun.job import Job
 from layerproof.rerun.jobs import Task
 from layerproof.rerun.recorder import cached
 from layerproof.tensors import pruning
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from layerproof.port.runner import Runner
@@ -42,7 +45,9 @@ def compare(args: argparse.Namespace) -> None:
 
             pruning.require_intact([golden, port])
             valid = Tokens.read(args.tokens).valid
-            write_json(output, stage.compare_stage(job.stage, golden, noise, port, valid, job.config.compare.limit))
+            found = stage.compare_stage(job.stage, golden, noise, port, valid, job.config.compare.limit)
+            log.info("%s: %s%s", job.name, found["status"], f", {found['reason']}" if found["reason"] else "")
+            write_json(output, found)
 
         return task(args, job, [golden, noise, port, args.tokens], work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from layerproof.rerun.command import (
 from layerproof.rerun.job import Job
 from layerproof.rerun.jobs import Task
 from layerproof.tensors import pruning
+
+log = logging.getLogger(__name__)
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -104,7 +107,10 @@ def diagnose(args: argparse.Namespace) -> None:
                 job.config.compare.limit,
             )
             files = diagnose.Files(golden, noise, port, forced)
-            write_json(output, diagnose.diagnose(subject, compared, files))
+            found = diagnose.diagnose(subject, compared, files)
+            for culprit in found["culprits"]:
+                log.info("%s: %s: %s", job.name, culprit["tap"], (culprit["cause"] or {}).get("text", "no known cause"))
+            write_json(output, found)
 
         files = comparison, golden, noise, port, forced, *weights, args.tokens, args.config, before
         return task(args, job, [path for path in files if path], work)

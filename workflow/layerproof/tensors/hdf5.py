@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from layerproof.tensors.tensor import STORAGE, Tensor, statistics
 if TYPE_CHECKING:
     import torch
 
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 
@@ -99,6 +102,10 @@ def write(
         for name, value in (documents or {}).items():
             data = np.frombuffer(canonical_json(value).encode(), np.uint8)
             file.create_dataset(name, data=data, chunks=data.shape, fletcher32=True)
+    device = (attributes or {}).get("device")
+    for group, tensors in groups.items():
+        out = [f", out {tensors[OUT].dtype} {list(tensors[OUT].shape)}"] if OUT in tensors else []
+        log.info("%s: %s, taps: %d%s%s", path, group, len(tensors), *(out or [""]), f", on {device}" if device else "")
 
 
 def write_pruned(source: Path, target: Path, user_block: int) -> None:
@@ -248,7 +255,7 @@ def reading(path: Path) -> Iterator[h5py.File]:
                 raise (StageMissing if facts["missing"] else StageError)(facts["error"])
             yield file
     except FileNotFoundError as error:
-        raise StageError(f"{path}: is not there. Run snakemake again to make it.") from error
+        raise StageError(f"{path}: does not exist. Run layerproof again to make it.") from error
     except (OSError, RuntimeError, KeyError) as error:
         raise StageError(
             f"{path}: cannot be read, the file is damaged ({first_line(error)}). Delete it and run again."
@@ -265,7 +272,7 @@ def taps(file: h5py.File, group: str) -> dict[str, Tensor]:
     """
     found = _datasets(file, group)
     if any(node.shape is None for node in found.values()):
-        raise StageError(f"{file.filename}: holds only outputs (compare.taps: auto). Make it again with --forcerun.")
+        raise StageError(f"{file.filename}: contains only outputs (compare.taps: auto). Make it again with --forcerun.")
     return {name: Tensor(node, attributes(node)["dtype"]) for name, node in found.items()}
 
 
