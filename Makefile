@@ -4,6 +4,7 @@
 # make setup-slurm   sets up for runs on Slurm, too (docs/clusters.md)
 # make setup-s3      sets up for a golden that is kept on S3, too (docs/clusters.md)
 # make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
+# make lower-bounds   passes the fast tests with the oldest versions that pyproject.toml allows
 # make same BASE=COMMIT   lists every file of results/ in which the default run differs from that of another commit
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
 # PYTHON=...    the Python to set up with, in place of the one that requirements/find-python.sh finds
@@ -12,7 +13,7 @@ VENV := .venv
 CORES ?= all
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test check lint same bugs bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report test check lower-bounds lint same bugs bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	layerproof run --cores $(CORES)
@@ -22,6 +23,11 @@ test: setup-dev lint
 
 check: setup-dev lint
 	OMP_NUM_THREADS=1 pytest -n 2 -m "not slow and not workflow"
+
+lower-bounds: $(VENV)/bin/uv
+	uv venv --quiet --clear --python $(VENV)/bin/python $(VENV)/lower
+	uv pip install --quiet --python $(VENV)/lower/bin/python --resolution lowest-direct --editable '.[xla,dev]'
+	OMP_NUM_THREADS=1 $(VENV)/lower/bin/python -m pytest -n 2 -m "not slow and not workflow"
 
 same: setup-dev
 	python tests/same.py $(BASE)
