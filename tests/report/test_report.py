@@ -14,6 +14,7 @@ from layerproof import cli
 from layerproof.files import size, write_json
 from layerproof.measure.metrics import judge
 from layerproof.model import stages
+from layerproof.paths import GLOSSARY
 from layerproof.report import page, plots
 from layerproof.report import weights as report_weights
 from layerproof.report.coverage import what_was_compared, what_was_not_compared
@@ -38,7 +39,9 @@ def render(comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings
     verdicts = reports.collect(comparisons, chains, diagnoses)
     books = reports.audit(comparisons, *findings), [{"files": files} for files in pruned], reports.preflights()
     images, settings = plots or {}, reports.config(**config)
-    return page.render(TEMPLATE, verdicts, comparisons, chains, diagnoses, images, unused, *books, settings, VERSIONS)
+    return page.render(
+        TEMPLATE, GLOSSARY, verdicts, comparisons, chains, diagnoses, images, unused, *books, settings, VERSIONS
+    )
 
 
 def words(html):
@@ -663,3 +666,12 @@ def test_the_config_that_a_page_shows_can_be_run_again():
     page = render([reports.compared("embed")], port=reports.CONFIG["port"] | {"options": options})
     shown = next(part for part in re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL) if part.startswith("model:"))
     assert yaml.safe_load(html.unescape(shown))["port"]["options"] == options
+
+
+def test_the_words_of_the_page_are_those_of_the_glossary():
+    html = render(*reports.good())
+    entries = re.findall(r"^\*\*(.+?)\.\*\*", GLOSSARY.read_text(), re.MULTILINE)
+    assert {"R", "Band", "Culprit", "Tap"} <= set(entries)
+    for word in entries:
+        assert f"<dt>{word}</dt>" in html
+    assert 'href="#words"' in html and "](" not in html

@@ -6,6 +6,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 import reports
+from layerproof.paths import GLOSSARY
 from layerproof.report import plots
 from layerproof.report.page import TEMPLATE, render
 from layerproof.report.sentences import verdict_sentences
@@ -51,7 +52,7 @@ def written(request, tmp_path_factory):
     verdicts = reports.collect(comparisons, chains, diagnoses)
     books = reports.audit(comparisons), [], reports.preflights()
     settings, software = reports.config(), {"Python": "3.12.11"}
-    html = render(TEMPLATE, verdicts, comparisons, chains, diagnoses, images, [], *books, settings, software)
+    html = render(TEMPLATE, GLOSSARY, verdicts, comparisons, chains, diagnoses, images, [], *books, settings, software)
     page = directory / "report.html"
     page.write_text(html, encoding="utf-8")
     headline = verdict_sentences(verdicts, comparisons, chains, diagnoses, reports.LIMIT)[0]

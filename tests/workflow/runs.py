@@ -89,6 +89,7 @@ class Workflow:
         shutil.copy(REPOSITORY / "Snakefile", directory)
         shutil.copytree(REPOSITORY / "workflow", directory / "workflow", ignore=shutil.ignore_patterns("*.pyc"))
         shutil.copytree(REPOSITORY / "profiles", directory / "profiles")
+        shutil.copytree(REPOSITORY / "docs", directory / "docs")
         self.results = directory / "results"
         self.config = yaml.safe_load((REPOSITORY / "config.yaml").read_text())
         self.configure(**config)

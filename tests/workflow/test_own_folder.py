@@ -96,7 +96,7 @@ def test_the_wheel_runs_where_there_is_no_clone(tmp_path):
     source.mkdir()
     for name in ("Snakefile", "config.yaml", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(REPOSITORY / name, source)
-    for name in ("workflow", "profiles"):
+    for name in ("workflow", "profiles", "docs"):
         shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, source, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")

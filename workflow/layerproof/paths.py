@@ -9,6 +9,8 @@ LIBRARY = Path(__file__).resolve().parent
 WORKFLOW = LIBRARY.parents[1] if (LIBRARY.parents[1] / "Snakefile").exists() else LIBRARY / "_workflow"
 """The folder with the Snakefile, `workflow/rules`, `workflow/ports`, `workflow/resources` and `profiles`."""
 SNAKEFILE = WORKFLOW / "Snakefile"
+GLOSSARY = WORKFLOW / "docs/glossary.md"
+"""The words of the report and the docs, each in a paragraph that begins with it in bold."""
 TINY_CHECKPOINT = "workflow/resources/tiny_minimax_m2"
 """The checkpoint that comes with Layerproof, as config.yaml names it."""
 

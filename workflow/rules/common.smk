@@ -21,7 +21,7 @@ from layerproof.errors import UserError
 from layerproof.host import containers
 from layerproof.model import captured, checkpoint, stages
 from layerproof.model.resolve import resolve
-from layerproof.paths import WORKFLOW
+from layerproof.paths import GLOSSARY, WORKFLOW
 from layerproof.rerun.job import RECORDS, Job
 from layerproof.rerun.planner import Planner
 
@@ -51,9 +51,14 @@ GOLDEN = ALL_STAGES[: max(map(ALL_STAGES.index, STAGES)) + 1]
 IMPORTS_GOLDEN = CONFIG.golden.mode == "stored"
 EXPORTS_GOLDEN = CONFIG.golden.storage and not IMPORTS_GOLDEN
 CONTAINERS = {"golden": CONFIG.containers.golden, "port": CONFIG.containers.port, "cpu": CONFIG.containers.cpu}
-TEMPLATE = os.path.join(LIBRARY, "layerproof/report/templates/report.html.j2")
-if Path(TEMPLATE).is_relative_to(Path.cwd()):
-    TEMPLATE = str(Path(TEMPLATE).relative_to(Path.cwd()))  # records then say the same in every clone
+
+
+def own_file(path):
+    """A file of Layerproof's own, by its relative path if it lies here: records then say the same in every clone."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+TEMPLATE = own_file(Path(LIBRARY) / "layerproof/report/templates/report.html.j2")
 EVERYTHING = [*as_json(CONFIG)]
 """Every section of config.yaml."""
 

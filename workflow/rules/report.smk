@@ -110,6 +110,7 @@ rule report:
     """One self-contained page: the verdict, the map, and for each stage what to do about it."""
     input:
         template=TEMPLATE,
+        glossary=own_file(GLOSSARY),
         verdicts=rules.verdicts.output.verdicts,
         unused=rules.weights.output.unused,
         audit=rules.audit.output.audit,
@@ -134,7 +135,7 @@ rule report:
         layerproof(
             "report",
             "html",
-            "template verdicts unused audit pruned preflights comparisons chains diagnoses plots records",
+            "template glossary verdicts unused audit pruned preflights comparisons chains diagnoses plots records",
         )
 
 

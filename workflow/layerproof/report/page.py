@@ -7,6 +7,7 @@ the files of a run into words and numbers; the template lays them out.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ FIXED = {
 
 def render(
     template: Path,
+    glossary: Path,
     verdicts: Mapping[str, Any],
     comparisons: Sequence[Comparison],
     chains: Sequence[Mapping[str, Any]],
@@ -53,10 +55,11 @@ def render(
 ) -> str:
     """The report as HTML.
 
-    `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of
-    results/verdicts.json, results/compare, results/compare/chain and results/diagnosis. `plots` are SVG files by stage,
-    plus `map` and `depth`. `unused` names the tensors of the checkpoint that no stage loads. `audit`, `pruned` and
-    `preflights` (golden, port) are the contents of the files of that name. `software` are the versions on this host.
+    `glossary` is docs/glossary.md. `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are
+    the contents of results/verdicts.json, results/compare, results/compare/chain and results/diagnosis. `plots` are SVG
+    files by stage, plus `map` and `depth`. `unused` names the tensors of the checkpoint that no stage loads. `audit`,
+    `pruned` and `preflights` (golden, port) are the contents of the files of that name. `software` are the versions on
+    this host.
     """
     jinja = Environment(
         loader=FileSystemLoader(template.parent),
@@ -87,7 +90,14 @@ def render(
         preflights=preflights,
         origin=_origin(),
         environment=_environment(preflights, software),
+        words=_glossary(glossary.read_text(encoding="utf-8")),
     )
+
+
+def _glossary(text: str) -> dict[str, str]:
+    """The words of docs/glossary.md and what they mean, without its links to other pages."""
+    paragraphs = re.findall(r"^\*\*(.+?)\.\*\* (.+?)\n(?:\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    return {word: re.sub(r" ?\(\[.*?\]\(.*?\)\)|[`*]", "", " ".join(meaning.split())) for word, meaning in paragraphs}
 
 
 # Tables

@@ -42,7 +42,7 @@ def add_verbs(verbs: Verbs) -> None:
     add_job_verb(verbs, "plot-stage", plot_stage, "Draws the errors of stages.", "comparison")
     text = "Draws the map of all stages and the errors along depth."
     add_job_verb(verbs, "plot-model", plot_model, text, "comparisons", "chains")
-    files = *files, "plots", "records", "template", "verdicts", "unused", "audit", "pruned", "preflights"
+    files = *files, "plots", "records", "template", "glossary", "verdicts", "unused", "audit", "pruned", "preflights"
     add_job_verb(verbs, "report", write_report, "Writes the report.", *files)
     verb = verbs.add_parser("manifest", description="Lists every file of results/ with its digest.")
     verb.set_defaults(action=write_manifest)
@@ -180,6 +180,7 @@ def write_report(args: argparse.Namespace) -> None:
                 comparison["port"]["compilations"] = record.run.get("compilations")
         html = page.render(
             args.template,
+            args.glossary,
             read_json(args.verdicts),
             comparisons,
             list(map(read_json, args.chains)),
@@ -195,7 +196,7 @@ def write_report(args: argparse.Namespace) -> None:
         write_text(output, html)
 
     # Not the records: they hold times, which are no reason to write the report again.
-    files = [args.template, args.verdicts, args.unused, args.audit, *args.pruned, *args.preflights]
+    files = [args.template, args.glossary, args.verdicts, args.unused, args.audit, *args.pruned, *args.preflights]
     inputs = [*files, *args.comparisons, *args.chains, *args.diagnoses, *args.plots]
     run_tasks(args, [task(args, job, inputs, work)])
 
