@@ -26,7 +26,7 @@ check: setup-dev lint
 
 lower-bounds: $(VENV)/bin/uv
 	uv venv --quiet --clear --python $(VENV)/bin/python $(VENV)/lower
-	uv pip install --quiet --python $(VENV)/lower/bin/python --resolution lowest-direct --editable '.[xla,dev]'
+	uv pip install --quiet --python $(VENV)/lower/bin/python --resolution lowest-direct --editable '.[xla,s3,dev]'
 	OMP_NUM_THREADS=1 $(VENV)/lower/bin/python -m pytest -n 2 -m "not slow and not workflow"
 
 same: setup-dev

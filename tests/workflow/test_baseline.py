@@ -10,6 +10,8 @@ from runs import REPOSITORY, Workflow
 
 from models import save
 
+pytestmark = pytest.mark.workflow
+
 
 def content(file):
     """The bytes of each dataset."""

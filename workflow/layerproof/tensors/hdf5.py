@@ -104,8 +104,9 @@ def write(
             file.create_dataset(name, data=data, chunks=data.shape, fletcher32=True)
     device = (attributes or {}).get("device")
     for group, tensors in groups.items():
-        out = [f", out {tensors[OUT].dtype} {list(tensors[OUT].shape)}"] if OUT in tensors else []
-        log.info("%s: %s, taps: %d%s%s", path, group, len(tensors), *(out or [""]), f", on {device}" if device else "")
+        out = f", out {tensors[OUT].dtype} {list(tensors[OUT].shape)}" if OUT in tensors else ""
+        where = f", on {device}" if device else ""
+        log.info("%s/%s: %s, taps: %d%s%s", path.parent.name, path.stem, group, len(tensors), out, where)
 
 
 def write_pruned(source: Path, target: Path, user_block: int) -> None:
