@@ -13,7 +13,7 @@ VENV := .venv
 CORES ?= all
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test check lower-bounds lint same bugs bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report test check fast lower-bounds lint same bugs bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	layerproof run --cores $(CORES)
@@ -21,7 +21,10 @@ report: setup
 test: setup-dev lint
 	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-check: setup-dev lint
+check: setup-dev
+	$(MAKE) --no-print-directory --jobs 2 --output-sync lint fast
+
+fast: setup-dev
 	OMP_NUM_THREADS=1 pytest -n 2 -m "not slow and not workflow"
 
 lower-bounds: $(VENV)/bin/uv

@@ -51,6 +51,7 @@ def test_what_was_written_since_is_read_again(result, as_before, replaced):
     assert digests.sha256(result) == hashlib.sha256(b"two").hexdigest()
 
 
+@pytest.mark.slow
 @given(contents=st.lists(st.binary(max_size=2), min_size=2, max_size=4))
 def test_a_file_that_is_written_as_fast_as_can_be_is_never_taken_for_another(tmp_path_factory, contents):
     """The clock of the file system may give several versions one time."""

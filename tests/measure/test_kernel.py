@@ -45,6 +45,7 @@ def compiled(module):
     return {name: value for name, value in vars(module).items() if hasattr(value, "py_func")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "constants"), [(kernel, ["BF16_STEPS"]), (noise_kernel, [])])
 def test_an_edit_of_any_of_it_is_seen(module, constants):
     tap = Tensor(np.ones((1, 2, 3), np.float32), "float32")

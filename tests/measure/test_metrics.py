@@ -105,6 +105,7 @@ def plain_ratio(port, golden, truth):
     return min(error / noise, R_MAX)
 
 
+@pytest.mark.slow
 @SMALL
 @given(taps())
 def test_every_sum_agrees_with_longdouble(tap):
@@ -295,6 +296,7 @@ def test_ulp_counts_the_steps_between_two_floats(dtype, data):
     assert result["ulp"] == {"max": up, "mean": up, "median": up}
 
 
+@pytest.mark.slow
 def test_ulp_of_zeros_of_both_signs_and_of_extreme_floats():
     valid = np.ones((1, 1), bool)
     plus, minus, most = (tensor([[[x]]], "float64") for x in (0.0, -0.0, 3e38))
@@ -706,6 +708,7 @@ def peak_bytes(call):
     return peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grown", ["batch", "seq"])
 def test_peak_memory_does_not_grow_with_the_tensor(grown):
     per_token = 128  # bytes: token_R in fp64 and as a list of Python floats

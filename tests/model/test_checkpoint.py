@@ -266,6 +266,7 @@ def test_a_tensor_of_the_wrong_shape_names_stage_and_tensor(model):
     )
 
 
+@pytest.mark.slow
 def test_weights_that_are_nan_load_and_fail_the_comparison(model, tmp_path):
     tokens = pad([[3, 4, 5, 6], [7, 8]], 0)
     settings = config_with(golden={"device": "cpu"})

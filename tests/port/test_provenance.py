@@ -147,6 +147,7 @@ print((resident() - before) / 4e6)
 """
 
 
+@pytest.mark.slow
 def test_memory_of_what_a_conversion_dropped_is_used_again():
     command = [sys.executable, "-c", FREED]
     environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "workflow")}

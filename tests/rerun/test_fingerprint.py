@@ -1,5 +1,6 @@
 """Which edits count: a table of edits to a small package whose function `run` was recorded before."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -333,6 +335,16 @@ class Package:
         assert text.count(old) == 1, f"{name}: {old!r} is there {text.count(old)} times"
         self.write(name, text.replace(old, new))
 
+    @contextlib.contextmanager
+    def edited(self, name: str, old: str, new: str) -> Iterator[None]:
+        """As after `edit`, in the block."""
+        before = (self.directory / name).read_text()
+        self.edit(name, old, new)
+        try:
+            yield
+        finally:
+            self.write(name, before)
+
     def record(self, import_inside: bool = False) -> dict[str, str]:
         """Fingerprints of what `own.main.run` executes; `import_inside` also of what its import does."""
         seen = {}
@@ -347,18 +359,35 @@ class Package:
         return {f"{Path(entry.split('::')[0]).stem}::{entry.split('::')[1]}" for entry in fingerprint.changed(recorded)}
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder, "STARTED", time.time() + 3600)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.syspath_prepend(str(tmp_path))
+@contextlib.contextmanager
+def packages(directory: Path) -> Iterator[Callable[..., Package]]:
+    """Makes the package, with files in place of those of the table, and forgets it again."""
 
-    def make(**files):
-        return Package(tmp_path, FILES | {f"{name}.py": textwrap.dedent(text) for name, text in files.items()})
+    def make(**files: str) -> Package:
+        return Package(directory, FILES | {f"{name}.py": textwrap.dedent(text) for name, text in files.items()})
 
-    yield make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "STARTED", time.time() + 3600)
+        patch.setattr(sys, "dont_write_bytecode", True)
+        patch.syspath_prepend(str(directory))
+        yield make
     for name in [name for name in sys.modules if name.split(".")[0] == "own"]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def package(tmp_path):
+    with packages(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The package of the table, which each test leaves as it was, and its record."""
+    with packages(tmp_path_factory.mktemp("recorded")) as make:
+        own = make()
+        record = own.record()
+    return own, record
 
 
 NEUTRAL = {
@@ -506,27 +535,23 @@ TELLING = {
 
 
 @pytest.mark.parametrize("edit", NEUTRAL.values(), ids=NEUTRAL)
-def test_edit_that_changes_no_behaviour(package, edit):
-    own = package()
-    recorded = own.record()
+def test_edit_that_changes_no_behaviour(recorded, edit):
+    own, record = recorded
     name, old, new = edit
-    own.edit(f"{name}.py", old, new)
-    if not new and "def helper" in old:
-        (own.directory / "main.py").write_text((own.directory / "main.py").read_text() + "\n\n" + old)
-    assert own.changed(recorded) == set()
+    with own.edited(f"{name}.py", old, new):
+        if not new and "def helper" in old:
+            (own.directory / "main.py").write_text((own.directory / "main.py").read_text() + "\n\n" + old)
+        assert own.changed(record) == set()
 
 
 @pytest.mark.parametrize("edit", TELLING.values(), ids=TELLING)
-def test_edit_that_may_change_behaviour(package, edit):
-    own = package()
-    recorded = own.record()
-    assert own.changed(recorded) == set()
+def test_edit_that_may_change_behaviour(recorded, edit):
+    own, record = recorded
+    assert own.changed(record) == set()
     name, old, new, entry = edit
-    before = (own.directory / f"{name}.py").read_text()
-    own.edit(f"{name}.py", old, new)
-    assert entry in own.changed(recorded)
-    own.write(f"{name}.py", before)
-    assert own.changed(recorded) == set(), "an edit that was undone has changed nothing"
+    with own.edited(f"{name}.py", old, new):
+        assert entry in own.changed(record)
+    assert own.changed(record) == set(), "an edit that was undone has changed nothing"
 
 
 def test_deleted_file(package):

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 
+import pytest
 from runs import REPOSITORY, environment
 
 SMALL = """
@@ -22,6 +23,7 @@ run.main()
 """
 
 
+@pytest.mark.slow
 def test_benchmarks_write_what_they_print(tmp_path):
     path, names = tmp_path / "results.json", ("comparer", "storage", "scale")
     others = {"command": "python benchmarks/run.py memory", "value": 1.04}
