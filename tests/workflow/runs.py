@@ -27,6 +27,8 @@ from layerproof.tensors.tensor import Tensor
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
 """What tests install for themselves and keep."""
+QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+"""A port then compiles in a third of the time; what its tensors are does not matter to tests of which jobs run."""
 JOURNALS = ("logs/", "benchmarks/", "records/")
 
 
@@ -80,7 +82,7 @@ class Workflow:
     """A copy of the workflow in a folder of its own, with its own config.yaml."""
 
     cold = False
-    """Whether each job starts its Python anew also in `run`, as it does for a user (warm.py)."""
+    """Whether Snakemake and each job start their Python anew also in `run`, and XLA optimises, as for a user."""
 
     def __init__(self, directory: Path, **config) -> None:
         self.directory = directory
@@ -108,10 +110,10 @@ class Workflow:
             # Snakemake removes some outputs before their job: while they are open, no other file gets their inode.
             for name in before:
                 held.enter_context(open(self.results / name, "rb"))
-            options = self.options()
+            command, options = self.command(*arguments, target=target), self.options(warm=not self.cold)
             if not self.cold:
-                options["env"] |= {"PATH": warm_path()}
-            process = subprocess.run(self.command(*arguments, target=target), **options)
+                command[0] = shutil.which("python", path=warm_path()) or ""
+            process = subprocess.run(command, **options)
             after = self._state()
         if check and process.returncode:
             raise AssertionError(process.stdout + self._logs())
@@ -119,12 +121,13 @@ class Workflow:
         started = sum(line.startswith("Finished jobid:") for line in process.stdout.splitlines())
         return Run(made, started, process.stdout, process.returncode)
 
-    def start(self, command: list[str] | None = None, **options) -> subprocess.Popen:
+    def start(self, command: list[str] | None = None, warm: bool = False, **options) -> subprocess.Popen:
         """Snakemake beside the test, which waits for something before it reads what is `printed`: a pipe would be full by
         then, and snakemake wait for its reader.
         """
         with open(self.directory / "printed.txt", "w") as file:
-            return subprocess.Popen(command or self.command(), **self.options() | {"stdout": file} | options)
+            options = self.options(warm) | {"stdout": file} | options
+            return subprocess.Popen(command or self.command(), **options)
 
     def printed(self) -> str:
         return (self.directory / "printed.txt").read_text()
@@ -132,10 +135,11 @@ class Workflow:
     def command(self, *arguments: str, target: str = "results/report.html") -> list[str]:
         return [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, "--", *target.split()]
 
-    def options(self) -> dict:
+    def options(self, warm: bool = False) -> dict:
+        """Of subprocess; `warm`: each job is started from a process that has the packages (warm.py)."""
         return {
             "cwd": self.directory,
-            "env": environment(),
+            "env": environment() | ({} if self.cold else QUICK) | ({"PATH": warm_path()} if warm else {}),
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT,
             "text": True,

@@ -98,7 +98,7 @@ def gate(workflow):
 def test_killed_job_runs_again_to_the_same_result(workflow, verb, output, log):
     before = digests(workflow)
     (workflow.results / output).unlink()
-    process = workflow.start()
+    process = workflow.start(warm=verb != "port")
     words = f"layerproof {verb} results/{output.split('/layer_001')[0]}"
     at_work(process, words, workflow.results / f"logs/{log}.log").kill()
     assert process.wait() != 0, workflow.printed()

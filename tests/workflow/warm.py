@@ -1,11 +1,11 @@
-"""Starts the jobs of a workflow from a process that has imported the large packages already.
+"""Starts Snakemake and the jobs of a workflow from a process that has imported the large packages already.
 
 A job spends five seconds on imports and, with a tiny model, less than one on its work. So tests of what runs and what comes
-of it put a program called `python` first on PATH: it hands `python -m layerproof ...` to this server, which forks a process
-for it, with the job's folder, variables, and input and output. That process imports layerproof anew, from the workflow's own
-copy. Anything else that `python` is called with runs as it always does.
+of it put a program called `python` first on PATH: it hands `python -m layerproof ...` and `python -m snakemake ...` to this
+server, which forks a process for it, with the caller's folder, variables, and input and output. That process imports
+layerproof anew, from the workflow's own copy. Anything else that `python` is called with runs as it always does.
 
-Tests of starting, dying and being killed do without.
+Tests of starting and dying do without. Who kills the program that waits kills the process with it.
 """
 
 import contextlib
@@ -32,16 +32,19 @@ PACKAGES = (
     "transformers.modeling_utils",
     "accelerate",
     "matplotlib.figure",
+    "matplotlib.backends.backend_svg",
+    "numba.core.registry",
     "safetensors.torch",
+    "snakemake.cli",
 )
 """None of them may start a thread or a device by its import."""
 PYTHON = f"""#!{sys.executable} -IS
 import array, json, os, socket, sys
-if sys.argv[1:3] != ["-m", "layerproof"]:
+if sys.argv[1:2] != ["-m"] or sys.argv[2] not in ("layerproof", "snakemake"):
     os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({{address!r}})
-    message = json.dumps({{{{"argv": sys.argv[3:], "folder": os.getcwd(), "environment": dict(os.environ)}}}}).encode()
+    message = json.dumps({{{{"argv": sys.argv[2:], "folder": os.getcwd(), "environment": dict(os.environ)}}}}).encode()
     socket.send_fds(server, [len(message).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(message)
     code = server.recv(1)
@@ -104,11 +107,11 @@ def run(client: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     sys.path[0:1] = ["", *filter(None, job["environment"].get("PYTHONPATH", "").split(os.pathsep))]
-    sys.argv = ["layerproof", *job["argv"]]
+    sys.argv = job["argv"]
     logging.getLogger().handlers.clear()  # of the packages
     code = 1
     try:
-        runpy.run_module("layerproof", run_name="__main__", alter_sys=True)
+        runpy.run_module(job["argv"][0], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         code = int(ended.code or 0)
     except BaseException:
