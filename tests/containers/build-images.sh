@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Builds FOLDER/layerproof.sif and FOLDER/neuron.sif by the recipes in containers/, from a Debian root that is made here, because a
-# test cannot count on an image registry. In place of the Neuron SDK's image stands one
-# with torch, torch-xla and numpy and nothing else of ours.
+# Builds FOLDER/layerproof.sif and FOLDER/neuron.sif by the recipes in containers/, from a Debian root that is made
+# here, because a test cannot count on an image registry. In place of the Neuron SDK's image stands one with torch, torch-xla
+# and numpy and nothing else of ours. Apptainer would copy each root of 7 GB before it packs it; mksquashfs packs it where
+# it is, and Apptainer runs a bare squashfs as well.
 # Usage: build-images.sh FOLDER    (as root, with Apptainer on PATH)
 set -euo pipefail
 folder=$(realpath "$1")
@@ -31,15 +32,14 @@ cp -L /etc/ssl/certs/ca-certificates.crt "$folder/debian/etc/ssl/certs/"
 mkdir -p "$folder/debian/etc/uv"
 echo 'system-certs = true' > "$folder/debian/etc/uv/uv.toml"
 
-base() { echo "--build-arg=BOOTSTRAP=localimage --build-arg=BASE=$1"; }
-squash="-comp zstd -Xcompression-level 1"
-# shellcheck disable=SC2046
-build --sandbox $(base "$folder/debian") "$folder/root" containers/layerproof.def
-build --mksquashfs-args "$squash" "$folder/layerproof.sif" "$folder/root"
+build_and_pack() { # name, folder of the root that it begins with
+    build --sandbox --build-arg=BOOTSTRAP=localimage "--build-arg=BASE=$2" "$folder/$1" "containers/$1.def"
+    mksquashfs "$folder/$1" "$folder/$1.sif" -comp zstd -Xcompression-level 1 -no-progress -quiet
+}
+build_and_pack layerproof "$folder/debian"
 # What is left is what the SDK's image has, too.
 for package in accelerate h5py jinja2 jsonschema llvmlite matplotlib numba psutil pydantic pydantic_core safetensors snakemake tokenizers transformers; do
-    rm -r "$folder"/root/opt/layerproof/lib/python3*/site-packages/"$package"{,-[0-9]*}
+    rm -r "$folder"/layerproof/opt/layerproof/lib/python3*/site-packages/"$package"{,-[0-9]*}
 done
-# shellcheck disable=SC2046
-build --mksquashfs-args "$squash" $(base "$folder/root") "$folder/neuron.sif" containers/neuron.def
-rm -r "$folder/debian" "$folder/root"
+build_and_pack neuron "$folder/layerproof"
+rm -r "$folder/debian" "$folder/layerproof" "$folder/neuron"

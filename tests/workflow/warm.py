@@ -113,7 +113,10 @@ def run(client: socket.socket) -> None:
     try:
         runpy.run_module(job["argv"][0], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
-        code = int(ended.code or 0)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        else:
+            code = ended.code or 0
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
