@@ -66,6 +66,44 @@ def test_ranks_begin_with_imported_packages_if_that_touches_no_device(tmp_path, 
         assert process.submit(what_ranks_begin_with, device, tmp_path).result() == begin_with_it
 
 
+class Spawned:
+    """A child of another launcher, which starts a new Python in place of forking."""
+
+    def __init__(self, work, environment):
+        spawn = multiprocessing.get_context("spawn")
+        self.messages, sender = spawn.Pipe(duplex=False)
+        self.process = spawn.Process(target=in_environment, args=(work, sender, environment))
+        self.process.start()
+        sender.close()
+        self.ended = os.fdopen(os.pidfd_open(self.process.pid), "rb")
+
+    def exit_code(self):
+        self.process.join()
+        return self.process.exitcode
+
+    def end(self):
+        self.process.kill()
+        self.process.join()
+
+
+def in_environment(work, sender, environment):
+    os.environ.update(environment)
+    work(sender)
+
+
+def number_or_death(rank):
+    if rank == 2:
+        os._exit(3)
+    return rank, os.environ["RANK"]
+
+
+def test_another_launcher_can_start_the_ranks():
+    done = ranks.run(2, number_or_death, Spawned)
+    assert [one.value for one in done] == [(0, "0"), (1, "1")]
+    with pytest.raises(StageError, match=r"rank 2: .*exit code 3"):
+        ranks.run(3, number_or_death, Spawned)
+
+
 def test_a_rank_that_fails_ends_the_others_and_is_named():
     def work(rank):
         marks.mark(rank, "loaded")

@@ -22,7 +22,7 @@ def start():
     started = []
 
     def start(function, environment=None):
-        started.append(children.start(function, environment))
+        started.append(children.start(function, environment or {}))
         return started[-1]
 
     yield start
@@ -102,7 +102,7 @@ def test_what_a_child_printed_comes_after_what_its_parent_did_and_only_once(tmp_
 import sys
 from layerproof.rerun import children
 print("parent")
-child = children.start(lambda to_parent: print("child"))
+child = children.start(lambda to_parent: print("child"), {})
 child.exit_code()
 child.end()
 print("parent again")
@@ -156,12 +156,12 @@ from layerproof.rerun import children
 def work(to_parent, depth={depth}):
     print(os.getpid(), flush=True)
     if depth > 1:
-        own = children.start(lambda to_parent: work(to_parent, depth - 1))
+        own = children.start(lambda to_parent: work(to_parent, depth - 1), {{}})
     else:
         to_parent.send(None)
     time.sleep(600)
 
-child = children.start(work)
+child = children.start(work, {{}})
 time.sleep(600)
 """
     process = subprocess.Popen(

@@ -52,7 +52,7 @@ class _Rank:
         return f"rank {self.number}"
 
 
-def run[T](count: int, function: Callable[[int], T]) -> list[Done[T]]:
+def run[T](count: int, function: Callable[[int], T], launch: children.Launcher = children.start) -> list[Done[T]]:
     """Calls a function with each rank's number, in its own process with RANK, WORLD_SIZE and so on set.
 
     Raises:
@@ -71,7 +71,7 @@ def run[T](count: int, function: Callable[[int], T]) -> list[Done[T]]:
     try:
         for number in range(count):
             own = environment | {"RANK": str(number), "LOCAL_RANK": str(number)}
-            ranks.append(_Rank(number, children.start(functools.partial(_run_rank, function), own)))
+            ranks.append(_Rank(number, launch(functools.partial(_run_rank, function), own)))
         _listen(ranks)
     finally:
         for rank in ranks:

@@ -1,7 +1,8 @@
-"""Child processes of a job: forked, ended with their parent, and watched until they end.
+"""Child processes of a job: started, ended with their parent, and watched until they end.
 
 A port, its compiler or its driver may abort, exit, or be killed for the memory that it takes. What a child did is known
-from the messages that it sent and from how it ended.
+from the messages that it sent and from how it ended. `start` forks on this host; another launcher, of torchrun or Ray, is a
+function of the same type (`Launcher`) whose children do what `Child` says.
 """
 
 from __future__ import annotations
@@ -16,61 +17,84 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 from layerproof.failures import end_with
 
 
-@dataclass
-class Child:
-    """A child process. `messages` receives what it sends; `ended` can be read once it has ended: what it started in turn may
-    keep its end of the pipe open.
+class Child(Protocol):
+    """A process that a launcher started. `messages` receives what it sends; `ended` can be read once it has ended: what it
+    started in turn may keep its end of the pipe open.
     """
+
+    @property
+    def messages(self) -> Connection: ...
+
+    @property
+    def ended(self) -> HasFileno: ...
+
+    def exit_code(self) -> int:
+        """Waits until the process has ended. Returns its exit code, or minus the signal that killed it."""
+        ...
+
+    def end(self) -> None:
+        """Kills the process if it still runs, and closes what belongs to it."""
+        ...
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+Work = Callable[[Connection], None]
+"""What a child does, with the connection to its parent."""
+Launcher = Callable[[Work, Mapping[str, str]], Child]
+"""Starts a process that does the work with these variables set, and then ends with exit code 0."""
+
+
+@dataclass
+class ForkedChild:
+    """A child of this process."""
 
     process: BaseProcess
     messages: Connection
     ended: IO[bytes]
 
     def exit_code(self) -> int:
-        """Waits until the process has ended. Returns its exit code, or minus the signal that killed it."""
         self.process.join()
         return self.process.exitcode or 0
 
-    def received(self) -> Iterator[Any]:
-        """What the process sends, until it has ended."""
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            while self.messages in wait([self.messages, self.ended.fileno()]):
-                yield self.messages.recv()
-
     def end(self) -> None:
-        """Kills the process if it still runs, and closes what belongs to it."""
         self.process.kill()
         self.process.join()
         self.messages.close()
         self.ended.close()
 
 
-def start(function: Callable[[Connection], None], environment: Mapping[str, str] | None = None) -> Child:
-    """Forks a process that calls `function` with the connection to its parent, with these variables set, and then ends with
-    exit code 0, whatever threads or devices are left in it.
-    """
+def received(child: Child) -> Iterator[Any]:
+    """What a process sends, until it has ended."""
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        while child.messages in wait([child.messages, child.ended.fileno()]):
+            yield child.messages.recv()
+
+
+def start(work: Work, environment: Mapping[str, str]) -> ForkedChild:
+    """The launcher of this host: forks a process. It ends with the work, whatever threads or devices are left in it."""
     sys.stdout.flush()
     sys.stderr.flush()
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_run, args=(function, sender, dict(environment or {}), os.getpid()))
+    process = fork.Process(target=_run, args=(work, sender, dict(environment), os.getpid()))
     process.start()
     sender.close()
-    return Child(process, receiver, os.fdopen(os.pidfd_open(cast("int", process.pid)), "rb"))
+    return ForkedChild(process, receiver, os.fdopen(os.pidfd_open(cast("int", process.pid)), "rb"))
 
 
-def _run(
-    function: Callable[[Connection], None], to_parent: Connection, environment: Mapping[str, str], parent: int
-) -> None:
+def _run(work: Work, to_parent: Connection, environment: Mapping[str, str], parent: int) -> None:
     end_with(parent)
     os.environ.update(environment)
     try:
-        function(to_parent)
+        work(to_parent)
     except KeyboardInterrupt:  # multiprocessing would end with exit code 1
         traceback.print_exc()
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -148,9 +148,9 @@ def run_in_subprocess(tasks: Sequence[Task], leave_error: LeaveError, independen
             run_all([task], leave_error, independent)
             to_parent.send(None)
 
-    child = children.start(run_them)
+    child = children.start(run_them, {})
     try:
-        finished = sum(1 for _ in child.received())
+        finished = sum(1 for _ in children.received(child))
         code = child.exit_code()
     finally:
         child.end()
