@@ -54,6 +54,10 @@ def test_what_init_writes_runs_as_it_is_and_says_why_it_would_run_again(folder):
     assert outcome.returncode == 1
     assert outcome.stdout == "port/layer_001: would run because its settings changed (port.dtype)\n"
     assert "port_stage" in run("layerproof", "run", "results/compare/layer_001.json", "--", "--dry-run", cwd=folder)
+    for file, told in (("records/port/layer_001.json", "has no record"), ("manifest.json", "no job has written it")):
+        command[-1] = f"results/{file}"
+        outcome = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+        assert outcome.returncode and f"results/{file}: {told}" in outcome.stderr
 
 
 def test_a_port_to_fill_in_ends_as_an_error_that_names_what_is_missing(folder):

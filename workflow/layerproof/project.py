@@ -122,6 +122,8 @@ def _record_of(file: Path) -> Record:
         record = Record.read(path)
         if record is not None and str(file) in record.outputs:
             return record
+    if file.exists():
+        raise UserError(f"{file}: has no record. Snakemake writes it again when a file that it is made from is newer.")
     raise UserError(f"{file}: no job has written it. Run layerproof run {file}.")
 
 
