@@ -1,11 +1,14 @@
 """The order of tests: what waits longest comes first. What one leaves is not for the next, but for what they all need."""
 
+import os
 import sys
 
 import pytest
 
-from configs import REPOSITORY
+from configs import QUICK, REPOSITORY
 from layerproof.paths import TINY_CHECKPOINT
+
+os.environ |= QUICK
 
 SLOWEST_FIRST = ("slurm", "apptainer", "s3", "workflow")
 

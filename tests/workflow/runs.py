@@ -20,6 +20,7 @@ import yaml
 from warm import warm_python
 
 import models
+from configs import QUICK
 from layerproof.compare.stage import compare_taps
 from layerproof.measure.noise import noise_of_taps
 from layerproof.tensors.tensor import Tensor
@@ -27,8 +28,6 @@ from layerproof.tensors.tensor import Tensor
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
 """What tests install for themselves and keep."""
-QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-"""A port then compiles in a third of the time; what its tensors are does not matter to tests of which jobs run."""
 JOURNALS = ("logs/", "benchmarks/", "records/")
 
 
@@ -43,8 +42,8 @@ class Run:
 
 
 def environment() -> dict[str, str]:
-    """Without what a test of this process set up for itself: its port is taken, its rank another's."""
-    own = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PJRT_DEVICE")
+    """Without what a test of this process set up for itself: its port is taken, its rank another's, its compiler quick."""
+    own = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PJRT_DEVICE", *QUICK)
     return {name: value for name, value in os.environ.items() if name not in own}
 
 
