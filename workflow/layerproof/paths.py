@@ -7,7 +7,7 @@ from pathlib import Path
 LIBRARY = Path(__file__).resolve().parent
 """The package `layerproof`."""
 WORKFLOW = LIBRARY.parents[1] if (LIBRARY.parents[1] / "Snakefile").exists() else LIBRARY / "_workflow"
-"""The folder with the Snakefile, `workflow/rules`, `workflow/ports`, `workflow/resources` and `profiles`."""
+"""The folder with the Snakefile, `workflow/rules`, `workflow/ports`, `workflow/resources`, `profiles` and the glossary."""
 SNAKEFILE = WORKFLOW / "Snakefile"
 GLOSSARY = WORKFLOW / "docs/glossary.md"
 """The words of the report and the docs, each in a paragraph that begins with it in bold."""

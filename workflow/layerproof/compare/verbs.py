@@ -16,11 +16,11 @@ from layerproof.rerun.jobs import Task
 from layerproof.rerun.recorder import cached
 from layerproof.tensors import pruning
 
-log = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from layerproof.port.runner import Runner
     from layerproof.tensors.tensor import Tensor
+
+log = logging.getLogger(__name__)
 
 
 def add_verbs(verbs: Verbs) -> None:

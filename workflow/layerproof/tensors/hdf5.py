@@ -103,9 +103,9 @@ def write(
             data = np.frombuffer(canonical_json(value).encode(), np.uint8)
             file.create_dataset(name, data=data, chunks=data.shape, fletcher32=True)
     device = (attributes or {}).get("device")
+    where = f", on {device}" if device else ""
     for group, tensors in groups.items():
         out = f", out {tensors[OUT].dtype} {list(tensors[OUT].shape)}" if OUT in tensors else ""
-        where = f", on {device}" if device else ""
         log.info("%s/%s: %s, taps: %d%s%s", path.parent.name, path.stem, group, len(tensors), out, where)
 
 
