@@ -1,6 +1,5 @@
 """Runs the real DAG in a copy of the repository and tells which jobs really ran."""
 
-import atexit
 import contextlib
 import fcntl
 import functools
@@ -9,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import yaml
-from warm import warm_python
 
 import models
+import warm
 from configs import QUICK
 from layerproof.compare.stage import compare_taps
 from layerproof.measure.noise import noise_of_taps
 from layerproof.tensors.tensor import Tensor
+from layerproof.warm import VARIABLE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
@@ -45,15 +44,6 @@ def environment() -> dict[str, str]:
     """Without what a test of this process set up for itself: its port is taken, its rank another's, its compiler quick."""
     own = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PJRT_DEVICE", *QUICK)
     return {name: value for name, value in os.environ.items() if name not in own}
-
-
-@functools.cache
-def warm_path() -> str:
-    """PATH with the `python` of warm.py in front, for the rest of this process."""
-    stack = contextlib.ExitStack()
-    atexit.register(stack.close)
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    return f"{stack.enter_context(warm_python(Path(folder)))}:{os.environ['PATH']}"
 
 
 @functools.cache
@@ -81,7 +71,7 @@ class Workflow:
     """A copy of the workflow in a folder of its own, with its own config.yaml."""
 
     cold = False
-    """Whether Snakemake and each job start their Python anew also in `run`, and XLA optimises, as for a user."""
+    """Whether all is as for a user: Snakemake starts its Python anew, and its jobs a server of their own; XLA optimises."""
 
     def __init__(self, directory: Path, **config) -> None:
         self.directory = directory
@@ -109,10 +99,10 @@ class Workflow:
             # Snakemake removes some outputs before their job: while they are open, no other file gets their inode.
             for name in before:
                 held.enter_context(open(self.results / name, "rb"))
-            command, options = self.command(*arguments, target=target), self.options(warm=not self.cold)
+            command = self.command(*arguments, target=target)
             if not self.cold:
-                command[0] = shutil.which("python", path=warm_path()) or ""
-            process = subprocess.run(command, **options)
+                command = warm.command(*command[1:])
+            process = subprocess.run(command, **self.options(warm_jobs=not self.cold))
             after = self._state()
         if check and process.returncode:
             raise AssertionError(process.stdout + self._logs())
@@ -120,12 +110,12 @@ class Workflow:
         started = sum(line.startswith("Finished jobid:") for line in process.stdout.splitlines())
         return Run(made, started, process.stdout, process.returncode)
 
-    def start(self, command: list[str] | None = None, warm: bool = False, **options) -> subprocess.Popen:
+    def start(self, command: list[str] | None = None, warm_jobs: bool = False, **options) -> subprocess.Popen:
         """Snakemake beside the test, which waits for something before it reads what is `printed`: a pipe would be full by
         then, and snakemake wait for its reader.
         """
         with open(self.directory / "printed.txt", "w") as file:
-            options = self.options(warm) | {"stdout": file} | options
+            options = self.options(warm_jobs) | {"stdout": file} | options
             return subprocess.Popen(command or self.command(), **options)
 
     def printed(self) -> str:
@@ -134,11 +124,12 @@ class Workflow:
     def command(self, *arguments: str, target: str = "results/report.html") -> list[str]:
         return [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, "--", *target.split()]
 
-    def options(self, warm: bool = False) -> dict:
-        """Of subprocess; `warm`: each job is started from a process that has the packages (warm.py)."""
+    def options(self, warm_jobs: bool = False) -> dict:
+        """Of subprocess; without warm jobs each starts its own Python, unless the workflow is `cold`."""
+        warm_start = {} if self.cold else {VARIABLE: warm.server() if warm_jobs else "off"}
         return {
             "cwd": self.directory,
-            "env": environment() | ({} if self.cold else QUICK) | ({"PATH": warm_path()} if warm else {}),
+            "env": environment() | ({} if self.cold else QUICK) | warm_start,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT,
             "text": True,

@@ -176,7 +176,7 @@ def waiting(workflow):
 def test_a_killed_job_loses_the_stage_that_it_was_at(workflow, waiting):
     for folder in ("port", "records/port"):
         shutil.rmtree(workflow.results / folder)
-    process = workflow.start(warm=True)
+    process = workflow.start(warm_jobs=True)
     at_work(process, "layerproof port", workflow.results / "logs/port/layer_002.log").kill()
     assert process.wait() != 0, workflow.printed()
     waiting.unlink()
@@ -189,7 +189,7 @@ def test_a_killed_job_loses_the_stage_that_it_was_at(workflow, waiting):
 def test_a_job_that_is_killed_when_it_runs_again_is_not_taken_for_done(workflow, waiting):
     """Snakemake puts the outputs back that were there before, which were made from another golden."""
     change_tensor(workflow, "model.layers.1.self_attn.o_proj.weight", lambda tensor: 2 * tensor)
-    process = workflow.start(warm=True)
+    process = workflow.start(warm_jobs=True)
     at_work(process, "layerproof port", workflow.results / "logs/port/layer_002.log").kill()
     assert process.wait() != 0, workflow.printed()
     waiting.unlink()

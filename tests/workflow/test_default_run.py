@@ -28,6 +28,13 @@ def workflow(tmp_path_factory):
     return workflow
 
 
+def test_its_jobs_start_warm(workflow):
+    """Snakemake measures the program that waits for a job, which is small unless it becomes the job itself."""
+    lines = [file.read_text().splitlines() for file in (workflow.results / "benchmarks/port").glob("*.tsv")]
+    memory = [float(dict(zip(*(line.split() for line in (head, row)), strict=True))["max_rss"]) for head, row in lines]
+    assert len(memory) == 3 and max(memory) < 200, "MB"
+
+
 def layerproof(workflow, *arguments):
     environment = os.environ | {"PYTHONPATH": "workflow"}
     command = [sys.executable, "-m", "layerproof", *arguments]

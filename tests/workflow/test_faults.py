@@ -98,7 +98,7 @@ def gate(workflow):
 def test_killed_job_runs_again_to_the_same_result(workflow, verb, output, log):
     before = digests(workflow)
     (workflow.results / output).unlink()
-    process = workflow.start(warm=verb != "port")
+    process = workflow.start(warm_jobs=verb != "port")
     words = f"layerproof {verb} results/{output.split('/layer_001')[0]}"
     at_work(process, words, workflow.results / f"logs/{log}.log").kill()
     assert process.wait() != 0, workflow.printed()
@@ -136,7 +136,8 @@ def test_everything_killed_resumes_after_unlock(workflow):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert not [one for one in psutil.process_iter() if works_in(one, workflow.directory)]
+    left = [one for one in psutil.process_iter() if works_in(one, workflow.directory)]
+    assert not psutil.wait_procs(left, timeout=10)[1]
     assert workflow.run("--unlock").returncode == 0
     workflow.run()
     assert digests(workflow) == before

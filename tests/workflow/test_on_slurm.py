@@ -21,7 +21,7 @@ def test_the_default_run_survives_a_cancelled_job_and_a_lost_node(slurm, tmp_pat
     workflow = Workflow(tmp_path)
     profile = "--workflow-profile", "profiles/slurm", "--slurm-init-seconds-before-status-checks=1"
     command = workflow.command(*profile, target="all")
-    process = workflow.start([part for part in command if part not in ("--cores", "1")], warm=True)
+    process = workflow.start([part for part in command if part not in ("--cores", "1")], warm_jobs=True)
 
     def running(rules: str) -> str:
         return slurm.wait_for_job(rules, tmp_path, unless=lambda: process.poll() is not None and workflow.printed())

@@ -8,7 +8,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, environment, warm_path
+from runs import REPOSITORY, environment
+
+import warm
+from layerproof.warm import VARIABLE
 
 pytestmark = pytest.mark.workflow
 
@@ -29,8 +32,7 @@ rule done:
 
 
 def run(*command, cwd, **variables):
-    warm, _, others = warm_path().partition(":")
-    env = environment() | {"PATH": f"{warm}:{BIN}:{others}"} | variables
+    env = environment() | {"PATH": f"{BIN}:{os.environ['PATH']}", VARIABLE: warm.server()} | variables
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

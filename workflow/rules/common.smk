@@ -4,7 +4,6 @@ import functools
 import itertools
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,13 +66,6 @@ wildcard_constraints:
     stage="|".join(ALL_STAGES),
     chain="|".join(CHAINS) or "none",
     run=r"[A-Za-z0-9._-]+",
-
-
-shell.executable("bash")
-shell.prefix(
-    # USE_TORCH_XLA: accelerate would start the XLA runtime in golden jobs, which have no use for it.
-    f"set -euo pipefail; export PYTHONPATH={shlex.quote(LIBRARY)}${{{{PYTHONPATH:+:$PYTHONPATH}}}} USE_TORCH_XLA=0; "
-)
 
 
 def layerproof(verb, outputs, inputs=""):

@@ -1,6 +1,7 @@
 # What Layerproof needs of Snakemake beyond its documented interface. Tried with Snakemake 9.27.1.
 
 import logging
+import shlex
 
 from snakemake.iocontainers import Wildcards
 from snakemake.logging import logger as snakemake_logger
@@ -8,7 +9,7 @@ from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import format as filled_in
 from snakemake_interface_logger_plugins.common import LogEvent
 
-from layerproof import digests
+from layerproof import digests, warm
 
 if workflow.storage_settings.default_storage_provider:
     # Of an output that a job may leave as it is, Snakemake 9.27 makes a copy first, on the local disk alone.
@@ -42,6 +43,16 @@ if IN_CONTAINERS:
 @functools.cache
 def image_digest(image):
     return or_exit(containers.digest, image, Path(".layerproof/images"))
+
+
+# How jobs start: with the library, and on this host from a process that has imported the large packages (layerproof.warm).
+
+FIND_LIBRARY = f"export PYTHONPATH={shlex.quote(LIBRARY)}${{PYTHONPATH:+:$PYTHONPATH}}"
+NO_XLA = "export USE_TORCH_XLA=0"  # accelerate would start the XLA runtime in golden jobs, which have no use for it
+START_WARM = "" if IN_CONTAINERS else warm.shell_prefix(own_server=workflow.is_main_process)
+
+shell.executable("bash")
+shell.prefix(f"set -euo pipefail; {FIND_LIBRARY}; {NO_XLA}; {START_WARM}".replace("{", "{{").replace("}", "}}"))
 
 
 # Which jobs this call of snakemake was told to run whatever their state (-F, -R, -f).
