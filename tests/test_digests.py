@@ -52,6 +52,39 @@ def test_what_was_written_since_is_read_again(result, as_before, replaced):
 
 
 @pytest.mark.slow
+@given(contents=st.lists(st.binary(max_size=2), min_size=2, max_size=4), new=st.lists(st.booleans(), min_size=4))
+def test_an_output_written_as_fast_as_can_be_is_never_taken_for_another(tmp_path_factory, contents, new):
+    """By the process that made it, which does not wait for the clock of the file system, and by others."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("fast"))
+    try:
+        for content, is_new in zip(contents, new, strict=False):
+            Path("a.h5").write_bytes(content)
+            digest = digests.sha256_of_new if is_new else digests.sha256
+            assert digest(Path("a.h5")) == hashlib.sha256(content).hexdigest()
+    finally:
+        os.chdir(before)
+
+
+def test_a_new_output_is_digested_without_waiting_and_read_once(result, read, monkeypatch):
+    result.write_bytes(b"two")
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", None)
+        assert digests.sha256_of_new(result) == hashlib.sha256(b"two").hexdigest()
+    digests.sha256(result)
+    assert len(read) == 1
+
+
+def test_a_file_system_without_exact_times_is_waited_for(result, monkeypatch):
+    waited = []
+    real, sleep = os.utime, time.sleep
+    monkeypatch.setattr(os, "utime", lambda path, ns: real(path, ns=tuple(time // 10**6 * 10**6 for time in ns)))
+    monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(seconds) or sleep(seconds))
+    digests.sha256_of_new(result)
+    assert waited
+
+
+@pytest.mark.slow
 @given(contents=st.lists(st.binary(max_size=2), min_size=2, max_size=4))
 def test_a_file_that_is_written_as_fast_as_can_be_is_never_taken_for_another(tmp_path_factory, contents):
     """The clock of the file system may give several versions one time."""

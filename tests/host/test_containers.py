@@ -14,7 +14,7 @@ def test_an_image_is_told_by_its_content_and_read_once(tmp_path, monkeypatch):
     known = tmp_path / "known"
     assert containers.digest(str(image), known) == f"sha256:{hashlib.sha256(b'one').hexdigest()}"
 
-    monkeypatch.setattr(containers, "describe_output", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(containers, "sha256", lambda path: pytest.fail("read again"))
     assert containers.digest(str(image), known) == f"sha256:{hashlib.sha256(b'one').hexdigest()}"
     monkeypatch.undo()
 
@@ -22,7 +22,7 @@ def test_an_image_is_told_by_its_content_and_read_once(tmp_path, monkeypatch):
     assert containers.digest(str(image), known) == f"sha256:{hashlib.sha256(b'two').hexdigest()}"
     os.utime(image, (1, 1))
     assert containers.digest(str(image), known) == f"sha256:{hashlib.sha256(b'two').hexdigest()}"
-    monkeypatch.setattr(containers, "describe_output", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(containers, "sha256", lambda path: pytest.fail("read again"))
     assert containers.digest(str(image), known) == f"sha256:{hashlib.sha256(b'two').hexdigest()}"
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerproof.digests import sha256
+from layerproof.digests import sha256, sha256_of_new
 from layerproof.files import read_json, write_json
 from layerproof.rerun import fingerprint
 from layerproof.rerun.job import Job
@@ -55,9 +55,12 @@ class Record:
 
 
 def describe_output(path: Path) -> dict[str, Any]:
-    """Digest of a file and what `os.stat` says of it, so that an untouched one need not be read again."""
+    """Digest of a file that this process wrote and what `os.stat` says of it, so that an untouched one need not be read
+    again.
+    """
+    digest = sha256_of_new(path)
     status = path.stat()
-    return {"sha256": sha256(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    return {"sha256": digest, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
 def described(outputs: Sequence[Path]) -> dict[str, dict[str, Any]]:

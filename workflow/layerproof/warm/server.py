@@ -23,9 +23,12 @@ from typing import NoReturn
 PACKAGES = (
     "torch_xla",
     "h5py",
-    "numba",
     "numba.core.registry",
     "transformers.modeling_utils",
+    "transformers.modeling_layers",
+    "transformers.masking_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
     "accelerate",
     "safetensors.torch",
     "matplotlib.figure",
@@ -75,11 +78,20 @@ def serve(listener: socket.socket, parent: int, packages: Iterable[str], serves:
     for name in packages:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    with contextlib.suppress(Exception):
+        _first_kernel()
     if _threads() > 1 or _devices():
         return
     by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.freeze()  # or looking through them would copy their memory in each process
     _answer(listener, until, serves, by_imports)
+
+
+def _first_kernel() -> None:
+    """Compiles a function, which imports half of numba and starts LLVM."""
+    import numba
+
+    numba.njit(lambda: 0)()
 
 
 def _threads() -> int:
