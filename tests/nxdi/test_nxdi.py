@@ -23,6 +23,7 @@ from layerproof.port import nxdi, nxdi_taps, ranks, shards
 from layerproof.port import stage as port_stage
 from layerproof.port.contract import Stage
 from layerproof.port.runner import Runner
+from layerproof.rerun.preload import PACKAGES, import_packages
 from layerproof.taps import collecting
 from layerproof.tensors import hdf5
 from models import CONFIGS, save
@@ -372,8 +373,11 @@ def test_what_does_not_fit_is_one_line(minimax, nxdi, message, tmp_path):
 
 
 def afresh(function, *arguments):
-    """Calls a function in a new process: one that is in a process group has no other ranks beside it."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    """Calls a function in a new process: one that is in a process group has no other ranks beside it. As in a job, ranks
+    begin with imported packages.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, import_packages, (PACKAGES,)) as process:
         return process.submit(function, *arguments).result()
 
 

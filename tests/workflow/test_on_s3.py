@@ -15,6 +15,8 @@ from models import save
 pytestmark = [pytest.mark.s3, pytest.mark.workflow]
 
 STAGES = ["embed", "layer_000", "layer_001", "layer_002", "norm", "lm_head"]
+GOLDEN = "results/golden/lm_head.h5"
+"""Needs the golden of all other stages."""
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_a_port_is_compared_with_a_golden_that_another_host_made(swift, tmp_path
     hosts.port.edit(
         "workflow/layerproof/golden/stage.py", ("stage) if full_model else", "stage) if full_model is not None else")
     )
-    run = hosts.on_port(target="results/golden/lm_head.h5", check=False)
+    run = hosts.on_port(target=GOLDEN, check=False)
     assert run.returncode and "embed.zip: was computed by other code (layerproof/golden/stage.py" in run.text
     hosts.golden.edit(
         "workflow/layerproof/golden/stage.py", ("stage) if full_model else", "stage) if full_model is not None else")
@@ -107,23 +109,23 @@ def test_a_port_is_compared_with_a_golden_that_another_host_made(swift, tmp_path
     exported = swift.get("one/norm.zip")
     hosts.on_golden()
     assert swift.get("one/norm.zip") != exported, "its record has the other code"
-    hosts.on_port(target="results/golden/lm_head.h5")
+    hosts.on_port(target=GOLDEN)
 
 
 def test_a_golden_made_from_something_else_is_not_imported(swift, tmp_path):
     hosts = Hosts(tmp_path, "s3://runs/two")
     hosts.on_golden()
-    hosts.on_port()
+    hosts.on_port(target=GOLDEN)
     before = {path: path.read_bytes() for path in (hosts.port.results / "golden").iterdir()}
 
     (hosts.golden.directory / "ids.json").write_text("[[5, 6, 7, 8, 9], [10, 11, 13]]")
     hosts.on_golden()
-    run = hosts.on_port(check=False)
+    run = hosts.on_port(target=GOLDEN, check=False)
     assert run.returncode and "s3://runs/two/embed.zip: was computed from other tokens." in run.text
     assert {path: path.read_bytes() for path in (hosts.port.results / "golden").iterdir()} == before
 
     shutil.copy(hosts.golden.directory / "ids.json", hosts.port.directory)
-    made = hosts.on_port(target="results/report.html").made
+    made = hosts.on_port(target=GOLDEN).made
     assert {f"golden/{stage}.h5" for stage in STAGES} <= made
 
 
