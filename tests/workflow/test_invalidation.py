@@ -1,7 +1,8 @@
 """After an edit, exactly those jobs run that the edit touches: none too many, none missing.
 
 One workflow lives through the whole table. A job counts as run if it replaced its output; jobs that Snakemake may start
-and that return at once do not. The model has a dense layer 0 and two MoE layers.
+and that return at once do not. The model has a dense layer 0 and two MoE layers. The port passes up to the edit of its
+router. From then on each run diagnoses the failing stages that it touches.
 """
 
 import json
@@ -174,6 +175,71 @@ def test_comments_docstrings_and_formatting(workflow):
     assert started(workflow) == 0
 
 
+def test_compare_edited(workflow):
+    workflow.edit(
+        "workflow/layerproof/measure/groups.py",
+        ("CLOSE_ABSOLUTE, CLOSE_RELATIVE = 1e-3,", "CLOSE_ABSOLUTE, CLOSE_RELATIVE = 2e-3,"),
+    )
+    made = run(workflow)
+    assert made >= compared(STAGES)
+    assert not made & (golden(STAGES) | isolated(STAGES) | chained(STAGES))
+
+
+def test_report_template_edited(workflow):
+    workflow.edit("workflow/layerproof/report/templates/report.html.j2", ("</body>", "<!-- edited --></body>"))
+    assert run(workflow) == TOLD
+
+
+def test_setting_that_also_concerns_the_checks_of_the_host(workflow):
+    """Jobs that wait for the checks run in the same call."""
+    workflow.configure(port={"dtype": "float32"})
+    made = run(workflow)
+    assert made >= {"prediction.json", "preflight/port.json", *isolated(STAGES), *chained(STAGES), *compared(LAYERS)}
+    assert not made & golden(STAGES)
+    assert started(workflow) == 0
+    workflow.configure(port={"dtype": "bfloat16"})
+    assert run(workflow) >= isolated(STAGES)
+
+
+def test_fewer_layers_and_all_again(workflow):
+    """The golden's files are as good as they were."""
+    workflow.configure(layers="2", chains=[])
+    assert not run(workflow) & golden(STAGES)
+    workflow.configure(layers="all", chains=["all"])
+    assert not run(workflow) & golden(STAGES)
+    assert started(workflow) == 0
+
+
+def test_golden_forced_with_equal_result(workflow):
+    assert run(workflow, "--forcerun", "results/golden/layer_001.h5") - MANIFEST == golden(["layer_001"])
+    assert "up to date" in workflow.log("port/layer_002")
+    assert started(workflow) == 0
+
+
+def test_result_deleted(workflow):
+    (workflow.results / "port/layer_001.h5").unlink()
+    assert run(workflow) - MANIFEST == isolated(["layer_001"])
+    (workflow.results / "golden/layer_002.h5").unlink()
+    assert run(workflow) - MANIFEST == golden(["layer_002"])
+    (workflow.results / "report.html").unlink()
+    assert run(workflow) == TOLD
+
+
+@pytest.mark.parametrize(
+    "name", ["golden/layer_001.h5", "port/layer_001.h5", "chain/all/norm.h5", "compare/embed.json"]
+)
+def test_result_corrupted(workflow, name):
+    path = workflow.results / name
+    content = path.read_bytes()
+    damaged = bytearray(content)
+    damaged[len(content) // 2] ^= 1
+    path.write_bytes(bytes(damaged))
+    made = golden(["layer_001"]) if name.startswith("golden/") else {name}
+    assert run(workflow) - MANIFEST == made
+    assert path.read_bytes() == content
+    assert started(workflow) == 0
+
+
 def test_router_edited(workflow):
     workflow.edit("port.py", ("logits.float().softmax(-1)", "logits.float().sigmoid()"))
     assert run(workflow) == {
@@ -259,76 +325,11 @@ def test_one_prompt_added(workflow):
     assert run(workflow) == EVERYTHING - same
 
 
-def test_compare_edited(workflow):
-    workflow.edit(
-        "workflow/layerproof/measure/groups.py",
-        ("CLOSE_ABSOLUTE, CLOSE_RELATIVE = 1e-3,", "CLOSE_ABSOLUTE, CLOSE_RELATIVE = 2e-3,"),
-    )
-    made = run(workflow)
-    assert made >= compared(STAGES)
-    assert not made & (golden(STAGES) | isolated(STAGES) | chained(STAGES))
-
-
-def test_report_template_edited(workflow):
-    workflow.edit("workflow/layerproof/report/templates/report.html.j2", ("</body>", "<!-- edited --></body>"))
-    assert run(workflow) == TOLD
-
-
-def test_setting_that_also_concerns_the_checks_of_the_host(workflow):
-    """Jobs that wait for the checks run in the same call."""
-    workflow.configure(port={"dtype": "float32"})
-    made = run(workflow)
-    assert made >= {"prediction.json", "preflight/port.json", *isolated(STAGES), *chained(STAGES), *compared(LAYERS)}
-    assert not made & golden(STAGES)
-    assert started(workflow) == 0
-    workflow.configure(port={"dtype": "bfloat16"})
-    assert run(workflow) >= isolated(STAGES)
-
-
-def test_fewer_layers_and_all_again(workflow):
-    """The golden's files are as good as they were."""
-    workflow.configure(layers="2", chains=[])
-    assert not run(workflow) & golden(STAGES)
-    workflow.configure(layers="all", chains=["all"])
-    assert not run(workflow) & golden(STAGES)
-    assert started(workflow) == 0
-
-
 def test_option_of_the_port_changed(workflow):
     workflow.configure(port={"options": {"level": 2}})
     made = run(workflow)
     failing = [*LAYERS, "norm"]
     assert made == {*isolated(STAGES), *chained(STAGES), *forced(failing), *TOLD}
-
-
-def test_golden_forced_with_equal_result(workflow):
-    assert run(workflow, "--forcerun", "results/golden/layer_001.h5") - MANIFEST == golden(["layer_001"])
-    assert "up to date" in workflow.log("port/layer_002")
-    assert started(workflow) == 0
-
-
-def test_result_deleted(workflow):
-    (workflow.results / "port/layer_001.h5").unlink()
-    assert run(workflow) - MANIFEST == isolated(["layer_001"])
-    (workflow.results / "golden/layer_002.h5").unlink()
-    assert run(workflow) - MANIFEST == golden(["layer_002"])
-    (workflow.results / "report.html").unlink()
-    assert run(workflow) == TOLD
-
-
-@pytest.mark.parametrize(
-    "name", ["golden/layer_001.h5", "port/layer_001.h5", "chain/all/norm.h5", "compare/embed.json"]
-)
-def test_result_corrupted(workflow, name):
-    path = workflow.results / name
-    content = path.read_bytes()
-    damaged = bytearray(content)
-    damaged[len(content) // 2] ^= 1
-    path.write_bytes(bytes(damaged))
-    made = golden(["layer_001"]) if name.startswith("golden/") else {name}
-    assert run(workflow) - MANIFEST == made
-    assert path.read_bytes() == content
-    assert started(workflow) == 0
 
 
 def test_any_target_alone(workflow):
