@@ -216,12 +216,34 @@ def test_the_prefix_of_commands(monkeypatch, tmp_path):
     monkeypatch.setenv(warm.VARIABLE, "off")
     assert warm.shell_prefix(own_server=True) == ""
     monkeypatch.setenv(warm.VARIABLE, str(tmp_path / "it's here"))
-    done = subprocess.run(
-        ["bash", "-c", f'{warm.shell_prefix(own_server=False)}python -c "import sys; print(sys.argv)" "a b"'],
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "['-c', 'a b']\n", done.stderr
+    prefix = f"set -eu; {warm.shell_prefix(own_server=False)}"
+    shown = "import sys; print(sys.argv, file=sys.stderr)"
+    (tmp_path / "layerproof.py").write_text(shown)
+    for arguments, told, code in (
+        (f"-c '{shown}' 'a b'", "['-c', 'a b']\n", 0),
+        ("-m layerproof 'a b'", f"['{tmp_path}/layerproof.py', 'a b']\n", 0),
+        ("-c 'raise SystemExit(3)'", "", 3),
+        ("--version > version", "", 0),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", prefix + f"python {arguments}"], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert (done.stderr, done.returncode) == (told, code)
+
+
+def test_only_jobs_of_layerproof_are_handed_over(monkeypatch, tmp_path):
+    """A rule of another workflow, which has this one as a module, may use another Python."""
+    other = tmp_path / "bin/python"
+    other.parent.mkdir()
+    other.write_text('#!/bin/sh\necho "$@"\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{other.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv(warm.VARIABLE, str(tmp_path))
+    for command, by_client in (("python script.py", False), ("python", False), ("python -m layerproof port", True)):
+        done = subprocess.run(
+            ["bash", "-c", f"set -eu; {warm.shell_prefix(own_server=False)}{command}"], capture_output=True, text=True
+        )
+        assert ("client.py" in done.stdout) == by_client, done
 
 
 def test_the_packages_are_those_that_jobs_import():

@@ -1,10 +1,11 @@
 """Warm starts: on one host without containers, jobs of one call of Snakemake are forked from a process that has imported
 the large packages.
 
-A job spends four seconds on imports and, with a tiny model, less than one on its work. `shell_prefix` makes `python` in
-the commands of rules the program `client.py`. The first client starts `server.py`, which imports what jobs need. Each
-`python -m layerproof ...` is handed to it: it forks a process that imports layerproof anew and runs the command with the
-client's folder, input and output. Whoever kills the client kills that process, and the server ends with Snakemake.
+A job spends four seconds on imports and, with a tiny model, less than one on its work. `shell_prefix` has
+`python -m layerproof ...` in the commands of rules run the program `client.py`. The first client starts `server.py`, which
+imports what jobs need. Each client hands its job to the server: that forks a process, which imports layerproof anew and runs
+the command with the client's folder, input and output. Whoever kills the client kills that process, and the server ends
+with Snakemake.
 
 A job starts its own Python wherever a warm start might differ from that: if its environment is another than the server's (as
 that of a job with more threads is), and if importing started a thread or opened a device.
@@ -30,4 +31,5 @@ def shell_prefix(own_server: bool) -> str:
         folder = tempfile.mkdtemp(prefix="layerproof-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     command = shlex.join(["python", "-IS", str(Path(__file__).with_name("client.py")), folder, str(os.getpid())])
-    return f'python() {{ command {command} "$@"; }}; '
+    is_ours = '[ "${1-} ${2-}" = "-m layerproof" ]'
+    return f'python() {{ if {is_ours}; then command {command} "$@"; else command python "$@"; fi; }}; '
