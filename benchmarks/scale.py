@@ -2,10 +2,11 @@
 how long a run would take on machines that were not here, and cost.
 
 The time of a stage is that of reading its weights, at the speed of the machine's disk; of putting them into a model and of
-the work on its taps, both measured here on one core (the first of a golden, for either side); of its matrix products, at
-EFFICIENCY of what the device's vendor says; and JOBS. The port has each stage alone and in the chain of all. The golden's
-side also takes the digests of all weights, once, and each file in results/ is digested once (a test counts it). Machines
-differ and prices change: MACHINES is the place for yours.
+writing its taps, both measured here on one core (the first of a golden, for either side); of measuring noise and
+comparing, a tap each on THREADS; of its matrix products, at EFFICIENCY of what the device's vendor says; and JOBS. The port
+has each stage alone and in the chain of all. The golden's side also takes the digests of all weights, once and on THREADS,
+and each file in results/ is digested once (a test counts it). Machines differ and prices change: MACHINES is the place for
+yours.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from layerproof.model import loading
 from layerproof.model.stages import LM_HEAD, all_stages, layer_of
 from layerproof.model.tokens import pad
 from layerproof.tensors import hdf5
+from layerproof.tensors.tensor import Tensor
 from measure import Result, seconds
 from memory import CONFIG, STAGE, make_checkpoint, shapes
 
@@ -41,8 +44,12 @@ PLACED = CONFIG | {"num_local_experts": 16}
 """A model with a layer that is large enough to measure how fast weights are put into place."""
 EFFICIENCY = 0.3
 """Of a device's peak, in products as large as these."""
-JOBS = 3.0
-"""Seconds that Snakemake and the processes take for all jobs of a stage on one side (benchmarks/overhead.py), rounded up."""
+JOBS = 0.75
+"""Seconds that Snakemake and the processes take for all jobs of a stage on one side, in blocks of 16 stages and without warm
+starts: of 62 tiny layers, what they took longer than one process (docs/performance.md), by stages and sides, rounded up.
+"""
+THREADS = 4
+"""Of a job under `--cores 4 --set-threads golden_stage=4`."""
 DIGESTED = 1 << 28
 """Bytes by which the speed of digests is measured."""
 
@@ -74,11 +81,12 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds on one core of this machine: by element of `taps` for each side, by byte of weights for `placing` them in a
-    model, and by byte for `digests`.
+    """Seconds on one core of this machine: by element of a tap of each side for `writing` it and for `judging` it, by byte
+    of weights for `placing` them in a model, and by byte for `digests`.
     """
 
-    taps: dict[str, float]
+    writing: dict[str, float]
+    judging: dict[str, float]
     placing: float
     digests: float
 
@@ -114,9 +122,9 @@ def products(stage: str, length: int, experts: int) -> float:
     return 2.0 * length * weights + 4.0 * queries * length**2
 
 
-def seconds_by_element() -> dict[str, float]:
-    """What a side does with its taps, on one core of this machine, by element of a tap in bf16: the golden writes them and
-    its truth and measures the noise; the port writes them, and they are compared.
+def seconds_by_element() -> tuple[dict[str, float], dict[str, float]]:
+    """What a side does with its taps, on one core of this machine, by element of a tap in bf16: what writing takes (the
+    golden writes its truth, too), and what measuring the noise of the golden or comparing the port takes.
     """
     shape = (1, 512, FULL["hidden_size"])
     random = torch.Generator().manual_seed(0)
@@ -126,19 +134,22 @@ def seconds_by_element() -> dict[str, float]:
     valid = np.ones(shape[:2], bool)
     with tempfile.TemporaryDirectory(prefix="layerproof-scale-") as directory:
 
-        def of_golden() -> None:
-            groups = {"golden": {"out": golden}, "truth": {"out": truth}}
-            hdf5.write(Path(directory) / "golden.h5", groups, valid=valid)
-            noise_of_taps({"out": golden}, [{"out": one} for one in variants], {"out": truth}, valid)
+        def write(groups: dict[str, dict[str, Tensor]]) -> None:
+            hdf5.write(Path(directory) / "taps.h5", groups, valid=valid)
 
-        def of_port() -> None:
-            hdf5.write(Path(directory) / "port.h5", {"port": {"out": golden}}, valid=valid)
-            compare(golden, golden, truth, valid)
+        def by_element(work: Callable[[], object]) -> float:
+            return seconds(work, time.process_time) / exact.numel()
 
-        return {
-            side: seconds(work, time.process_time) / exact.numel()
-            for side, work in (("golden", of_golden), ("port", of_port))
+        writing = {
+            "golden": by_element(lambda: write({"golden": {"out": golden}, "truth": {"out": truth}})),
+            "port": by_element(lambda: write({"port": {"out": golden}})),
         }
+        ways = [{"out": one} for one in variants]
+        judging = {
+            "golden": by_element(lambda: noise_of_taps({"out": golden}, ways, {"out": truth}, valid)),
+            "port": by_element(lambda: compare(golden, golden, truth, valid)),
+        }
+        return writing, judging
 
 
 def seconds_by_byte() -> float:
@@ -184,7 +195,7 @@ def seconds_of_stage(
         "reading": loads * found["weights"][side] / machine.disk,
         "placing": loads * found["weights"][side] * speeds.placing,
         "products": compute / EFFICIENCY,
-        "taps": elements * speeds.taps[side],
+        "taps": elements * (speeds.writing[side] + speeds.judging[side] / THREADS),
         "jobs": loads * JOBS,
         "digests": speeds.digests * written,
     }
@@ -201,7 +212,7 @@ def hours(found: dict[str, Any], length: int, speeds: Speeds) -> list[Result]:
                 for part, value in seconds_of_stage(stage, side, machine, of_stage, length, speeds).items():
                     total[part] = total.get(part, 0.0) + value
             if side == "golden":
-                total["digests"] += weights * (1 / machine.disk + speeds.digests)
+                total["digests"] += weights * max(1 / machine.disk, speeds.digests / THREADS)
             said = ", ".join(f"{part} {value / 60:.1f} min" for part, value in total.items())
             time_h = sum(total.values()) / 3600
             name = f"62 layers, 1 x {length} tokens: {side}, {machine.name}"
@@ -214,10 +225,10 @@ def run() -> list[Result]:
     """The figures for each length."""
     results = []
     torch.set_num_threads(1)
-    by_element = seconds_by_element()
-    for side, of_one in by_element.items():
-        results.append(Result(f"work on taps, {side}", of_one * 1e9, "ns an element", "one core of this machine"))
-    speeds = Speeds(by_element, seconds_by_byte(), seconds_by_byte_digested())
+    speeds = Speeds(*seconds_by_element(), seconds_by_byte(), seconds_by_byte_digested())
+    for told, by_side in (("writing taps", speeds.writing), ("judging taps", speeds.judging)):
+        for side, of_one in by_side.items():
+            results.append(Result(f"{told}, {side}", of_one * 1e9, "ns an element", "one core of this machine"))
     results.append(Result("putting weights into a model", speeds.placing * 1e9, "s a GB", "one core of this machine"))
     results.append(Result("digest of weights", speeds.digests * 1e9, "s a GB", "one core of this machine"))
     for length in LENGTHS:

@@ -60,13 +60,14 @@ def start(tmp_path):
         server.wait()
 
 
-def client(tmp_path, *arguments, **variables):
+def client(tmp_path, *arguments, preexec_fn=None, **variables):
     """A client, with what the process that runs its job printed, on standard output and error."""
     command = [sys.executable, "-IS", CLIENT, tmp_path / "warm", os.getpid(), "-m", "layerproof", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    pipe = subprocess.PIPE
+    files = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    folder = tmp_path / "work"
     return subprocess.Popen(
-        list(map(str, command)), cwd=tmp_path / "work", env=environment, stdout=pipe, stderr=pipe, text=True
+        list(map(str, command)), cwd=folder, env=environment, text=True, preexec_fn=preexec_fn, **files
     )
 
 
@@ -138,9 +139,19 @@ def test_who_kills_the_client_kills_the_job_and_others_go_on(start, tmp_path):
     one.kill()
     jobs[0].wait(10)
     assert jobs[1].is_running() and other.poll() is None
-    other.send_signal(signal.SIGINT)  # as by the keyboard
+    other.terminate()
     jobs[1].wait(10)
-    assert finished(other)[0] != 0 and server.poll() is None
+    assert finished(other)[0] == -signal.SIGTERM and server.poll() is None
+
+
+def test_an_interrupt_ends_client_and_job_without_a_traceback(start, tmp_path):
+    start(job=SLEEP)
+    process = client(tmp_path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    job = psutil.Process(_pid(process))
+    process.send_signal(signal.SIGINT)
+    code, _, errors = finished(process)
+    assert (code, errors) == (-signal.SIGINT, "")
+    job.wait(10)
 
 
 def test_who_kills_the_server_kills_its_jobs(start, tmp_path):

@@ -6,6 +6,7 @@ serve this job, the client becomes a Python with these arguments. It imports lit
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,8 @@ ACCEPTED = b"+"
 
 
 def main() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt ends it without a traceback
     folder, parent, *argv = sys.argv[1:]
     address = f"{folder}/socket"
     code = handed_over(address, argv)
