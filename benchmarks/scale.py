@@ -2,7 +2,7 @@
 how long a run would take on machines that were not here, and cost.
 
 The time of a stage is that of reading its weights, at the speed of the machine's disk; of putting them into a model and of
-writing its taps, both measured here on one core (the first of a golden, for either side); of measuring noise and
+writing its taps, both measured here on one core (the first of a golden, for either side); of statistics, noise and
 comparing, a tap each on THREADS; of its matrix products, at EFFICIENCY of what the device's vendor says; and JOBS. The port
 has each stage alone and in the chain of all. The golden's side also takes the digests of all weights, once and on THREADS,
 and each file in results/ is digested once (a test counts it). Machines differ and prices change: MACHINES is the place for
@@ -32,7 +32,7 @@ from layerproof.model import loading
 from layerproof.model.stages import LM_HEAD, all_stages, layer_of
 from layerproof.model.tokens import pad
 from layerproof.tensors import hdf5
-from layerproof.tensors.tensor import Tensor
+from layerproof.tensors.tensor import Tensor, statistics
 from measure import Result, seconds
 from memory import CONFIG, STAGE, make_checkpoint, shapes
 
@@ -124,7 +124,7 @@ def products(stage: str, length: int, experts: int) -> float:
 
 def seconds_by_element() -> tuple[dict[str, float], dict[str, float]]:
     """What a side does with its taps, on one core of this machine, by element of a tap in bf16: what writing takes (the
-    golden writes its truth, too), and what measuring the noise of the golden or comparing the port takes.
+    golden writes its truth, too), and what statistics and measuring the noise of the golden or comparing the port take.
     """
     shape = (1, 512, FULL["hidden_size"])
     random = torch.Generator().manual_seed(0)
@@ -137,6 +137,10 @@ def seconds_by_element() -> tuple[dict[str, float], dict[str, float]]:
         def write(groups: dict[str, dict[str, Tensor]]) -> None:
             hdf5.write(Path(directory) / "taps.h5", groups, valid=valid)
 
+        def describe(*tensors: Tensor) -> None:
+            for tensor in tensors:
+                statistics(tensor, valid)
+
         def by_element(work: Callable[[], object]) -> float:
             return seconds(work, time.process_time) / exact.numel()
 
@@ -144,12 +148,19 @@ def seconds_by_element() -> tuple[dict[str, float], dict[str, float]]:
             "golden": by_element(lambda: write({"golden": {"out": golden}, "truth": {"out": truth}})),
             "port": by_element(lambda: write({"port": {"out": golden}})),
         }
+        described = {
+            "golden": by_element(lambda: describe(golden, truth)),
+            "port": by_element(lambda: describe(golden)),
+        }
         ways = [{"out": one} for one in variants]
         judging = {
             "golden": by_element(lambda: noise_of_taps({"out": golden}, ways, {"out": truth}, valid)),
             "port": by_element(lambda: compare(golden, golden, truth, valid)),
         }
-        return writing, judging
+    return (
+        {side: writing[side] - described[side] for side in writing},
+        {side: judging[side] + described[side] for side in judging},
+    )
 
 
 def seconds_by_byte() -> float:

@@ -42,6 +42,20 @@ def taps(seed):
     return [{name: hdf5.to_array(x) for name, x in one.items()} for one in (exact, *near)]
 
 
+def test_a_file_is_the_same_on_any_number_of_threads(monkeypatch, tmp_path):
+    """Its statistics are computed four at a time: eight tensors, of which one has another shape and thus no statistics."""
+    truth, golden, *_ = taps(0)
+    golden |= {"attn.k": Tensor(golden["attn.k"].data[:, :-1], "bfloat16"), "attn.x": golden["attn.q"]}
+    valid = np.ones((2, 40), bool)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    hdf5.write(tmp_path / "one", {"golden": golden, "truth": truth}, valid=valid)
+    together, real = threading.Barrier(4, timeout=60), hdf5.statistics
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    monkeypatch.setattr(hdf5, "statistics", lambda *given: (together.wait(), real(*given))[1])
+    hdf5.write(tmp_path / "four", {"golden": golden, "truth": truth}, valid=valid)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "four").read_bytes()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_and_comparison_are_the_same_on_any_number_of_threads(monkeypatch, seed):
     truth, golden, variant, port = taps(seed)

@@ -23,6 +23,7 @@ from layerproof.errors import StageError, StageMissing, first_line
 from layerproof.files import canonical_json, replacing
 from layerproof.taps import OUT, Fed, in_order
 from layerproof.tensors.tensor import STORAGE, Tensor, statistics
+from layerproof.threads import mapped
 
 if TYPE_CHECKING:
     import torch
@@ -94,11 +95,12 @@ def write(
     Raises:
         StageError: if the file cannot be written, for instance because the disk is full; no partial file stays.
     """
+    named = {f"{group}/{tap}": tensor for group, tensors in groups.items() for tap, tensor in tensors.items()}
+    described = mapped(lambda tensor: _described(tensor, valid), named.values())
     with creating(path) as file:
         set_attributes(file, attributes or {})
-        for group, tensors in groups.items():
-            for tap, tensor in tensors.items():
-                write_dataset(file, f"{group}/{tap}", tensor, valid)
+        for (name, tensor), of_tensor in zip(named.items(), described, strict=True):
+            _write_dataset(file, name, tensor, of_tensor)
         for name, value in (documents or {}).items():
             data = np.frombuffer(canonical_json(value).encode(), np.uint8)
             file.create_dataset(name, data=data, chunks=data.shape, fletcher32=True)
@@ -190,12 +192,20 @@ def _writing(path: Path, user_block: int = 0) -> Iterator[h5py.File]:
 
 
 def write_dataset(file: h5py.File, name: str, tensor: Tensor, valid: np.ndarray | None) -> None:
+    """Writes a tensor with its statistics over the tokens in `valid`."""
+    _write_dataset(file, name, tensor, _described(tensor, valid))
+
+
+def _described(tensor: Tensor, valid: np.ndarray | None) -> dict[str, Any]:
+    """The statistics of a tensor; none if it has another shape than the tokens, for which the comparison will fail it."""
+    return statistics(tensor, valid) if valid is None or tensor.shape[:2] == valid.shape else {}
+
+
+def _write_dataset(file: h5py.File, name: str, tensor: Tensor, described: Mapping[str, Any]) -> None:
     data: Any = tensor.data
     chunks = chunks_of(data)
     dataset = file.create_dataset(name, data=data, chunks=chunks, fletcher32=chunks is not None)
-    # The comparison will fail a tap with another shape; it has no valid tokens to compute statistics over.
-    described = valid is None or tensor.shape[:2] == valid.shape
-    set_attributes(dataset, {"dtype": tensor.dtype, **(statistics(tensor, valid) if described else {})})
+    set_attributes(dataset, {"dtype": tensor.dtype, **described})
 
 
 def chunks_of(data: Any) -> tuple[int, ...] | None:
