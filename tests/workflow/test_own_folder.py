@@ -62,6 +62,17 @@ def test_what_init_writes_runs_as_it_is_and_says_why_it_would_run_again(folder):
         assert outcome.returncode and f"results/{file}: {told}" in outcome.stderr
 
 
+def test_jobs_have_the_python_of_layerproof_where_its_environment_is_not_activated(folder, tmp_path):
+    other = tmp_path / "bin/python"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\nexit 1\n")
+    other.chmod(0o755)
+    path = f"{other.parent}:/usr/bin:/bin"
+    command = [BIN / "layerproof", "run", "results/tokens.json"]
+    done = subprocess.run(command, cwd=folder, env=environment() | {"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_port_to_fill_in_ends_as_an_error_that_names_what_is_missing(folder):
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("backend: transformers", "module: port.py"))

@@ -95,7 +95,11 @@ def run(args: argparse.Namespace) -> int:
         "--cores",
         args.cores,
     ]
-    return subprocess.run([*command, *rest, "--", *(args.targets or [REPORT])]).returncode
+    # Jobs run `python`: the one that runs this, also where its environment is not activated.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return subprocess.run(
+        [*command, *rest, "--", *(args.targets or [REPORT])], env={**os.environ, "PATH": path}
+    ).returncode
 
 
 def why(args: argparse.Namespace) -> int:
