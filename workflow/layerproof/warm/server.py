@@ -99,8 +99,8 @@ def _threads() -> int:
 
 
 def _devices() -> list[str]:
-    """The devices that this process has opened, but those that every process may share."""
-    links = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+    """The devices that this process has opened beside its input and output, but those that every process may share."""
+    links = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir() if int(file.name) > 2]
     return [link for link in links if link.startswith("/dev/") and link not in ("/dev/null", "/dev/urandom")]
 
 
