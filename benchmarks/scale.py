@@ -49,7 +49,7 @@ JOBS = 0.75
 starts: of 62 tiny layers, what they took longer than one process (docs/performance.md), by stages and sides, rounded up.
 """
 THREADS = 4
-"""Of a job under `--cores 4 --set-threads golden_stage=4`."""
+"""Of a job under `--cores 4 --set-threads golden_stage=4 port_stage=4`."""
 DIGESTED = 1 << 28
 """Bytes by which the speed of digests is measured."""
 

@@ -20,6 +20,7 @@ from layerproof.host.neuron import NeuronDevice
 from layerproof.host.preflight import Gpu
 from layerproof.paths import shipped
 from models import save
+from programs import write_program
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 GIB = 1 << 30
@@ -175,8 +176,7 @@ def test_neurons_driver_and_runtime(monkeypatch, tmp_path):
 
 
 def fake_tool(monkeypatch, directory, name, text, code=0):
-    (directory / name).write_text(f"#!/bin/sh\ncat <<'E'\n{text}\nE\nexit {code}\n")
-    (directory / name).chmod(0o755)
+    write_program(directory / name, f"cat <<'E'\n{text}\nE\nexit {code}")
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
 
 
@@ -264,8 +264,7 @@ def test_slurm_must_answer(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"sinfo: is not installed\. Run on a host with Slurm's commands"):
         preflight.require_slurm()
     tool = tmp_path / "sinfo"
-    tool.write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
-    tool.chmod(0o755)
+    write_program(tool, "echo Unable to contact slurm controller >&2\nexit 1")
     with pytest.raises(UserError, match=r"Slurm does not answer \(Unable to contact slurm controller\)"):
         preflight.require_slurm()
     tool.write_text("#!/bin/sh\necho cpu up\n")

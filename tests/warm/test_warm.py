@@ -16,6 +16,7 @@ import pytest
 from configs import REPOSITORY
 from layerproof import warm
 from layerproof.warm.server import PACKAGES
+from programs import write_program
 
 CLIENT = REPOSITORY / "workflow/layerproof/warm/client.py"
 SERVER = """
@@ -245,9 +246,7 @@ def test_the_prefix_of_commands(monkeypatch, tmp_path):
 def test_only_jobs_of_layerproof_are_handed_over(monkeypatch, tmp_path):
     """A rule of another workflow, which has this one as a module, may use another Python."""
     other = tmp_path / "bin/python"
-    other.parent.mkdir()
-    other.write_text('#!/bin/sh\necho "$@"\n')
-    other.chmod(0o755)
+    write_program(other, 'echo "$@"')
     monkeypatch.setenv("PATH", f"{other.parent}:{os.environ['PATH']}")
     monkeypatch.setenv(warm.VARIABLE, str(tmp_path))
     for command, by_client in (("python script.py", False), ("python", False), ("python -m layerproof port", True)):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from layerproof.files import sha256
 from layerproof.rerun.records import Record
 from models import save
+from programs import write_program
 
 pytestmark = pytest.mark.workflow
 
@@ -325,9 +326,7 @@ def test_a_side_that_the_host_cannot_run_is_told_before_its_jobs(workflow):
 
 def test_a_slurm_that_does_not_answer_is_told_before_anything_is_submitted(tmp_path, monkeypatch):
     tool = tmp_path / "bin/sinfo"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
-    tool.chmod(0o755)
+    write_program(tool, "echo Unable to contact slurm controller >&2\nexit 1")
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     workflow = Workflow(tmp_path / "run")
     command = [sys.executable, "-m", "snakemake", "--workflow-profile", "profiles/slurm"]

@@ -12,6 +12,7 @@ from runs import REPOSITORY, environment
 
 import warm
 from layerproof.warm import VARIABLE
+from programs import write_program
 
 pytestmark = pytest.mark.workflow
 
@@ -64,9 +65,7 @@ def test_what_init_writes_runs_as_it_is_and_says_why_it_would_run_again(folder):
 
 def test_jobs_have_the_python_of_layerproof_where_its_environment_is_not_activated(folder, tmp_path):
     other = tmp_path / "bin/python"
-    other.parent.mkdir()
-    other.write_text("#!/bin/sh\nexit 1\n")
-    other.chmod(0o755)
+    write_program(other, "exit 1")
     path = f"{other.parent}:/usr/bin:/bin"
     command = [BIN / "layerproof", "run", "results/tokens.json"]
     done = subprocess.run(command, cwd=folder, env=environment() | {"PATH": path}, capture_output=True, text=True)

@@ -178,7 +178,7 @@ def _run(job: Request, files: Sequence[int], by_imports: Mapping[str, str], serv
 
 
 def _end_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends."""
+    """Has the kernel kill this process when its parent ends, as `failures.end_with` does, which a server cannot import."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
