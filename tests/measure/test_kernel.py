@@ -54,7 +54,7 @@ def test_an_edit_of_any_of_it_is_seen(module, constants):
         metrics.compare(tap, tap, tap, np.ones((1, 2), bool))
         noise.measure([tap, tap], tap, np.ones((1, 2), bool))
     entries = fingerprint.fingerprints(seen)
-    source = parse_file(Path(module.__file__))
+    source = parse_file(module.__file__)
     for name in (*compiled(module), *constants):
         assert f"layerproof/measure/{Path(module.__file__).name}::={name}" in entries
     assert source.compiled >= compiled(module).keys()

@@ -12,7 +12,7 @@ import time
 from io import BufferedIOBase
 from pathlib import Path
 
-from layerproof.files import canonical_json, read_json
+from layerproof.files import canonical_json, read_json, write_note
 
 NOTES = Path(".layerproof/digests")
 TICK_NS = 20_000_000
@@ -92,7 +92,4 @@ def _write(path: Path, known: list) -> None:
     note = _note(path)
     with contextlib.suppress(OSError):  # without it the file is read once more
         if note:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            temporary = note.with_name(f"{note.name}.{os.getpid()}")
-            temporary.write_text(canonical_json(known))
-            os.replace(temporary, note)
+            write_note(note, canonical_json(known).encode())

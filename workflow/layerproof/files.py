@@ -71,6 +71,14 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
+def write_note(path: Path, content: bytes) -> None:
+    """Writes what only saves work: it may be lost with the machine, and several processes may write it at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
 def read_json(path: Path) -> Any:
     """Reads the value of a JSON file; skips a byte order mark, which some editors write."""
     return json.loads(path.read_text(encoding="utf-8-sig"))

@@ -12,7 +12,6 @@ absolute outside it.
 
 from __future__ import annotations
 
-import ast
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 
 from layerproof.rerun import recorder
 from layerproof.rerun.recorder import FOLDER, LIBRARY, Seen, is_generated, is_own, loaded_files, modified_time
-from layerproof.rerun.source import STAR, Source, is_star, parse_file
+from layerproof.rerun.source import Import, Source, parse_file
 
 OWN = f"{Path(LIBRARY).name}/"
 """How names of the library's own files begin in records."""
@@ -78,7 +77,7 @@ def path_of(name: str) -> Path:
 
 def _fingerprint(parse: Callable[[str], Source], file: str, local: str) -> str:
     try:
-        return parse(file).fingerprint(local)
+        return parse(file).digests[local]
     except OSError:
         return "file is gone"
     except (SyntaxError, ValueError):
@@ -98,8 +97,8 @@ def _entry_of(source: Source, code: CodeType) -> str:
     qualified = code.co_qualname.split(".<locals>")[0]
     if qualified in source.functions:
         return qualified
-    for name, statements in source.bindings.items():
-        if any(node.lineno <= code.co_firstlineno <= (node.end_lineno or node.lineno) for node in statements):
+    for name, statements in source.lines.items():
+        if any(first <= code.co_firstlineno <= last for first, last in statements):
             return f"={name}"
     return ""
 
@@ -140,21 +139,21 @@ def _used_by(file: str, local: str) -> set[Entry]:
     if owner in source.classes:
         entries.add((file, f"={owner}"))
     module = _modules().get(file)
-    for parts in source.uses(local):
+    for parts in source.uses[local]:
         used = {name for part in parts for name in part.names}
-        entries |= {(file, f"={name}") for name in used & source.bindings.keys()}
+        entries |= {(file, f"={name}") for name in used & source.lines.keys()}
         if module is not None:
-            _add_starred(module, source, used - source.bindings.keys(), entries)
+            _add_starred(module, source, used - source.lines.keys(), entries)
         for part in parts:
             here = _globals(file)
             for statement in part.imports:
-                if local and isinstance(statement, ast.ImportFrom) and module is not None:
-                    _add_imported(module, statement, local, entries)
-                if isinstance(statement, ast.Import):
+                if not statement.is_from:
                     here |= _imported_modules(statement)
-                elif isinstance(statement, ast.ImportFrom) and module is not None:
+                elif module is not None:
+                    if local:
+                        _add_imported(module, statement, local, entries)
                     target = _target(module, statement)
-                    here |= {alias.asname or alias.name: getattr(target, alias.name, None) for alias in statement.names}
+                    here |= {bound or name: getattr(target, name, None) for name, bound in statement.names}
             for chain in part.chains:
                 _add_attribute(here, chain, entries)
     return entries
@@ -167,21 +166,20 @@ def _globals(file: str) -> dict[str, Any]:
 
 def _add_starred(module: ModuleType, source: Source, names: set[str], entries: set[Entry]) -> None:
     """Adds names that a module does not bind itself but gets by `from ... import *`."""
-    stars = [node for bound in source.bindings.get(STAR, []) for node in ast.walk(bound) if is_star(node)]
-    for statement in stars if names else []:
+    for statement in source.stars if names else []:
         target = _target(module, statement)
         file = getattr(target, "__file__", None)
         if target is None or not file or not is_own(file):
             continue
         starred = _parsed(file)
-        entries |= {(file, f"={name}") for name in names & starred.bindings.keys()}
-        _add_starred(target, starred, names - starred.bindings.keys(), entries)
+        entries |= {(file, f"={name}") for name in names & starred.lines.keys()}
+        _add_starred(target, starred, names - starred.lines.keys(), entries)
 
 
-def _imported_modules(statement: ast.Import) -> dict[str, ModuleType | None]:
+def _imported_modules(statement: Import) -> dict[str, ModuleType | None]:
     """Module by the local name that `import a.b` (`a`) or `import a.b as c` (`c`) binds."""
-    names = ((alias.asname or alias.name.split(".")[0], alias) for alias in statement.names)
-    return {name: sys.modules.get(alias.name if alias.asname else name) for name, alias in names}
+    names = ((bound or name.split(".")[0], name, bound) for name, bound in statement.names)
+    return {local: sys.modules.get(name if bound else local) for local, name, bound in names}
 
 
 def _add_attribute(here: Mapping[str, Any], chain: tuple[str, ...], entries: set[Entry]) -> None:
@@ -193,15 +191,15 @@ def _add_attribute(here: Mapping[str, Any], chain: tuple[str, ...], entries: set
         _add_binding(target, chain[-1], entries)
 
 
-def _add_imported(module: ModuleType, statement: ast.ImportFrom, local: str, entries: set[Entry]) -> None:
+def _add_imported(module: ModuleType, statement: Import, local: str, entries: set[Entry]) -> None:
     """Adds what a statement imports: in a function all of it, otherwise what binds the entry's name."""
     target = _target(module, statement)
-    for alias in statement.names:
-        if target is not None and (local == f"={alias.asname or alias.name}" or not local.startswith("=")):
-            _add_binding(target, alias.name, entries)
+    for name, bound in statement.names:
+        if target is not None and (local == f"={bound or name}" or not local.startswith("=")):
+            _add_binding(target, name, entries)
 
 
-def _target(module: ModuleType, statement: ast.ImportFrom) -> ModuleType | None:
+def _target(module: ModuleType, statement: Import) -> ModuleType | None:
     """The module that a `from ... import` statement of a module reads."""
     package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
     parents = package.split(".")[: len(package.split(".")) - statement.level + 1] if statement.level else []
@@ -210,7 +208,7 @@ def _target(module: ModuleType, statement: ast.ImportFrom) -> ModuleType | None:
 
 def _add_binding(module: ModuleType, name: str, entries: set[Entry]) -> None:
     file = getattr(module, "__file__", None)
-    if file and is_own(file) and name in _parsed(file).bindings:
+    if file and is_own(file) and name in _parsed(file).lines:
         entries.add((file, f"={name}"))
 
 
