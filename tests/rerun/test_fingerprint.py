@@ -773,6 +773,24 @@ def test_file_of_which_only_a_constant_is_used_edited_while_it_runs_counts_as_ch
     assert "limits::" in own.changed(fingerprint.fingerprints(seen))
 
 
+@pytest.mark.parametrize("keeps_compiled", [True, False])
+def test_of_two_edits_in_a_second_the_later_one_runs(tmp_path, monkeypatch, keeps_compiled):
+    """In a port and in what it imports. Python itself compares seconds and sizes."""
+    from layerproof.port.runner import load_module
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", not keeps_compiled)
+    with recording({}):
+        pass
+    port, helper = tmp_path / "port.py", tmp_path / "helper_of_port.py"
+    for number in (1, 2):
+        port.write_text(f"from helper_of_port import NUMBER\nSUM = NUMBER + {number}\n")
+        helper.write_text(f"NUMBER = {number}\n")
+        for file in (port, helper):
+            os.utime(file, (1000, 1000))
+        sys.modules.pop("helper_of_port", None)
+        assert 2 * number == load_module(str(port)).SUM
+
+
 def names_of(seen):
     return {code.co_name for code, _ in seen.values()}
 

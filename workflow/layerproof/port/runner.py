@@ -20,6 +20,7 @@ from layerproof.distributed import process_group
 from layerproof.errors import StageError, UserError
 from layerproof.model.tokens import Tokens
 from layerproof.port.contract import Port
+from layerproof.rerun.recorder import FromSource
 from layerproof.taps import check_known
 
 
@@ -79,7 +80,9 @@ def load_module(name: str) -> ModuleType:
         if name.endswith(".py"):
             path = Path(name).resolve()
             # A name of its own: a port called torch.py must not replace torch.
-            spec = importlib.util.spec_from_file_location(f"layerproof_port_{path.stem}", path)
+            name_of_its_own = f"layerproof_port_{path.stem}"
+            loader = FromSource(name_of_its_own, str(path))
+            spec = importlib.util.spec_from_file_location(name_of_its_own, path, loader=loader)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib import machinery
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -105,12 +106,35 @@ loaded_files: dict[str, float | None] = {}
 
 @functools.cache
 def _watch_loading() -> None:
-    """Keeps `loaded_files` from now on.
+    """Keeps `loaded_files` from now on, and has modules that are neither installed nor the library's loaded `FromSource`.
 
-    If it were looked up later, an edit while a job runs would look like one before the job.
+    If the time of a file were looked up later, an edit while a job runs would look like one before the job.
     """
     loaded_files.update(sources())
     sys.addaudithook(_on_audit)
+    sys.path_hooks.insert(0, _find_from_source)
+    sys.path_importer_cache.clear()
+
+
+class FromSource(machinery.SourceFileLoader):
+    """Compiles a file as it is. Python runs what it compiled before if the file's size and the second of its time are as
+    they were, so of two edits in a second it may run the first where the second is recorded.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+def _find_from_source(directory: str) -> machinery.FileFinder:
+    if not os.path.isdir(directory) or f"{directory}/".startswith(LIBRARY) or _is_installed(f"{directory}/"):
+        raise ImportError  # which leaves the path to Python's own finders
+    return machinery.FileFinder(
+        directory,
+        (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
+        (FromSource, machinery.SOURCE_SUFFIXES),
+        (machinery.SourcelessFileLoader, machinery.BYTECODE_SUFFIXES),
+    )
 
 
 def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
