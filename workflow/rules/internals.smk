@@ -74,7 +74,12 @@ def rerun_requested(job_name, name):
     for made_by in rules_of(job_name):
         outputs = [re.sub(r"\{.*?\}", stage, str(output)) for output in made_by.output]
         own = [output for output in outputs if Path(output).stem == stage] or outputs
-        blocks = {block_of(name, stage) for name in BLOCKS if blocks_of(name) and of_one_stage(name) is made_by}
+        # With the prefix that another workflow gave, which uses this one as a module.
+        blocks = {
+            made_by.name.removesuffix(name) + block
+            for name in BLOCKS
+            if blocks_of(name) and of_one_stage(name) is made_by and (block := block_of(name, stage))
+        }
         named |= {made_by.name, *blocks, *own}
     return bool(
         asked.forceall
