@@ -61,34 +61,9 @@ def run(workflow, **options):
     return workflow.run("--sdm", "apptainer", "--cores", "2", **options)
 
 
-def test_the_default_run(images, tmp_path):
-    workflow = Workflow(tmp_path, containers=containers(images))
-    run(workflow, target="all")
-    verdicts = json.loads((workflow.results / "verdicts.json").read_text())
-    assert verdicts["overall"] == "pass" and len(verdicts["stages"]) == 9
-
-    golden, port = record(workflow, "golden/layer_003"), record(workflow, "port/layer_003")
-    digests = {side: f"sha256:{sha256(images / f'{side}.sif')}" for side in ("layerproof", "neuron")}
-    assert golden["job"]["versions"] == {"container": digests["layerproof"]}
-    assert port["job"]["versions"] == {"container": digests["neuron"]}
-    assert "transformers" in golden["run"]["packages"] and "transformers" not in port["run"]["packages"]
-    report = (workflow.results / "report.html").read_text()
-    assert all(digest in report for digest in digests.values())
-    manifest = json.loads((workflow.results / "manifest.json").read_text())
-    assert manifest["jobs"]["port/norm"]["versions"]["container"] == digests["neuron"]
-
-    # Golden, port and Snakemake have a Python of their own, and agree on what code is.
-    assert run(workflow, target="all").started == 0
-    workflow.edit("workflow/ports/minimax_m2.py", ("logits.float().sigmoid()", "logits.float().softmax(-1)"))
-    made = run(workflow, target="results/diagnosis/layer_005.json").made
-    assert json.loads((workflow.results / "diagnosis/layer_005.json").read_text())["culprits"]
-    assert "port/layer_000.h5" in made or "port/layer_005.h5" in made
-    assert "port/norm.h5" not in made and not any(name.startswith("golden/") for name in made)
-
-
-def test_what_the_config_names_is_seen_and_a_rebuilt_image_runs_its_side_again(images, elsewhere):
-    shutil.copytree(REPOSITORY / TINY_CHECKPOINT, elsewhere / "shipped")
+def test_the_default_run_sees_what_the_config_names_and_a_rebuilt_image_runs_its_side_again(images, elsewhere):
     checkpoint, port = elsewhere / "models" / "small", elsewhere / "ports" / "my_port.py"
+    shutil.copytree(REPOSITORY / TINY_CHECKPOINT, elsewhere / "shipped")
     checkpoint.mkdir(parents=True)
     for file in (elsewhere / "shipped").iterdir():
         (checkpoint / file.name).symlink_to(file)
@@ -97,18 +72,38 @@ def test_what_the_config_names_is_seen_and_a_rebuilt_image_runs_its_side_again(i
 
     workflow = Workflow(
         elsewhere / "run",
-        layers=0,
-        chains=[],
         model={"checkpoint": str(checkpoint)},
         port={"module": str(port)},
         containers=containers(images),
     )
-    run(workflow)
-    assert json.loads((workflow.results / "verdicts.json").read_text())["overall"] == "pass"
+    run(workflow, target="all")
+    verdicts = json.loads((workflow.results / "verdicts.json").read_text())
+    assert verdicts["overall"] == "pass" and len(verdicts["stages"]) == 9
 
-    workflow.configure(containers=containers(images, port="layerproof"))
-    made = run(workflow).made
-    assert {name for name in made if name.endswith(".h5")} == {"port/embed.h5", "port/layer_000.h5"}
+    golden, its_port = record(workflow, "golden/layer_003"), record(workflow, "port/layer_003")
+    digests = {side: f"sha256:{sha256(images / f'{side}.sif')}" for side in ("layerproof", "neuron")}
+    assert golden["job"]["versions"] == {"container": digests["layerproof"]}
+    assert its_port["job"]["versions"] == {"container": digests["neuron"]}
+    assert "transformers" in golden["run"]["packages"] and "transformers" not in its_port["run"]["packages"]
+    report = (workflow.results / "report.html").read_text()
+    assert all(digest in report for digest in digests.values())
+    manifest = json.loads((workflow.results / "manifest.json").read_text())
+    assert manifest["jobs"]["port/norm"]["versions"]["container"] == digests["neuron"]
+
+    # Golden, port and Snakemake have a Python of their own, and agree on what code is.
+    assert run(workflow, target="all").started == 0
+    workflow.edit(str(port), ("logits.float().sigmoid()", "logits.float().softmax(-1)"))
+    made = run(workflow, target="results/diagnosis/layer_005.json").made
+    assert json.loads((workflow.results / "diagnosis/layer_005.json").read_text())["culprits"]
+    assert "port/layer_000.h5" in made or "port/layer_005.h5" in made
+    assert "port/norm.h5" not in made and not any(name.startswith("golden/") for name in made)
+
+    workflow.configure(containers=containers(images, port="layerproof"), layers=0, chains=[])
+    made = run(workflow, target="results/verdicts.json").made
+    assert {name for name in made if name.startswith(("golden/", "noise/", "port/"))} == {
+        "port/embed.h5",
+        "port/layer_000.h5",
+    }
 
 
 def test_recipes_and_scripts_are_clean_to_shellcheck(tmp_path):
