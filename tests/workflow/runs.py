@@ -71,7 +71,9 @@ class Workflow:
     """A copy of the workflow in a folder of its own, with its own config.yaml."""
 
     cold = False
-    """Whether all is as for a user: Snakemake starts its Python anew, and its jobs a server of their own; XLA optimises."""
+    """Whether Snakemake starts its Python anew, and its jobs a server of their own, as for a user."""
+    quick = True
+    """Whether XLA compiles in a hurry."""
 
     def __init__(self, directory: Path, **config) -> None:
         self.directory = directory
@@ -129,7 +131,7 @@ class Workflow:
         warm_start = {} if self.cold else {VARIABLE: warm.server() if warm_jobs else "off"}
         return {
             "cwd": self.directory,
-            "env": environment() | ({} if self.cold else QUICK) | warm_start,
+            "env": environment() | (QUICK if self.quick else {}) | warm_start,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT,
             "text": True,

@@ -23,7 +23,7 @@ STAGES = ["embed", *(f"layer_{layer:03d}" for layer in range(6)), "norm", "lm_he
 @pytest.fixture(scope="module")
 def workflow(tmp_path_factory):
     workflow = Workflow(tmp_path_factory.mktemp("default"), chains=["all", "2-4"])
-    workflow.cold = True
+    workflow.cold, workflow.quick = True, False
     workflow.run(target="all")
     return workflow
 
