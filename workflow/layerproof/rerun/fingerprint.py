@@ -61,13 +61,19 @@ def fingerprints(seen: Seen) -> dict[str, str]:
 
 def changed(recorded: Mapping[str, str]) -> list[str]:
     """Entries whose fingerprint differs from the recorded one."""
-    return [entry for entry, fingerprint in recorded.items() if current(entry) != fingerprint]
+    parse = functools.cache(parse_file)  # a record names hundreds of entries in some twenty files
+    return [entry for entry, fingerprint in recorded.items() if current(entry, parse) != fingerprint]
 
 
-def current(entry: str) -> str:
+def current(entry: str, parse: Callable[[str], Source] = parse_file) -> str:
     """Fingerprint of an entry as its file is now; not a digest if the file or entry is gone or broken."""
+    return _fingerprint(parse, *_located(entry))
+
+
+@functools.cache
+def _located(entry: str) -> Entry:
     name, _, local = entry.partition("::")
-    return _fingerprint(parse_file, str(path_of(name)), local)
+    return str(path_of(name)), local
 
 
 def path_of(name: str) -> Path:

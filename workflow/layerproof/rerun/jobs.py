@@ -67,7 +67,7 @@ def run(task: Task, leave_error: LeaveError | None = None, force: bool = False) 
     the job succeeds, so that other stages go on.
     """
     job = task.job
-    reason = why_stale(Record.read(job.record), job, task.inputs, task.outputs)
+    reason = _why_stale(task)
     if reason is None and not force:
         log.info("%s: up to date", job.name)
         return
@@ -139,6 +139,8 @@ def run_in_subprocess(tasks: Sequence[Task], leave_error: LeaveError, independen
     another process; others end as missing.
     """
 
+    while tasks and _is_up_to_date(tasks[0]):
+        tasks = tasks[1:]
     if not tasks:
         return
 
@@ -160,6 +162,19 @@ def run_in_subprocess(tasks: Sequence[Task], leave_error: LeaveError, independen
         run_in_subprocess(left[1:], leave_error, independent)
     else:
         blame(left, leave_error, code)
+
+
+def _is_up_to_date(task: Task) -> bool:
+    """Whether a task has nothing to do, for which it needs no process of its own. Its log then says so."""
+    with printing_to(task.log), _reporting(task.log):
+        up_to_date = _why_stale(task) is None
+        if up_to_date:
+            log.info("%s: up to date", task.job.name)
+    return up_to_date
+
+
+def _why_stale(task: Task) -> str | None:
+    return why_stale(Record.read(task.job.record), task.job, task.inputs, task.outputs)
 
 
 def blame(tasks: Sequence[Task], leave_error: LeaveError, code: int) -> None:
