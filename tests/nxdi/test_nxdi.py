@@ -23,7 +23,7 @@ from layerproof.port import nxdi, nxdi_taps, ranks, shards
 from layerproof.port import stage as port_stage
 from layerproof.port.contract import Stage
 from layerproof.port.runner import Runner
-from layerproof.rerun.preload import PACKAGES, import_packages
+from layerproof.rerun.preload import PACKAGES
 from layerproof.taps import collecting
 from layerproof.tensors import hdf5
 from models import CONFIGS, save
@@ -374,10 +374,11 @@ def test_what_does_not_fit_is_one_line(minimax, nxdi, message, tmp_path):
 
 def afresh(function, *arguments):
     """Calls a function in a new process: one that is in a process group has no other ranks beside it. As in a job, ranks
-    begin with imported packages.
+    begin with imported packages, which are imported once for all calls.
     """
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, import_packages, (PACKAGES,)) as process:
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(list(PACKAGES))
+    with ProcessPoolExecutor(1, server) as process:
         return process.submit(function, *arguments).result()
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 
 ACCEPTED = b"+"
@@ -49,6 +48,8 @@ def server_started(address: str, parent: str) -> bool:
     """Starts the server, unless there is or was one. In a session of its own, because an interrupt from the keyboard is for
     its clients.
     """
+    import subprocess  # which takes longer to import than the rest, and most clients start nothing
+
     with socket.socket(socket.AF_UNIX) as listener:
         try:
             listener.bind(address)
