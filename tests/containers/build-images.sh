@@ -24,8 +24,8 @@ build() {
     wait "$process"
 }
 
-debootstrap --variant=minbase --include=ca-certificates,git,python3,python3-venv trixie "$folder/debian" \
-    "$(apt-get indextargets --format '$(REPO_URI)' | grep -E '/debian/?$' | head -n 1)" > "$folder/debootstrap.log"
+mmdebstrap --quiet --variant=minbase --include=ca-certificates,git,python3,python3-venv trixie "$folder/debian" \
+    "$(apt-get indextargets --format '$(REPO_URI)' | grep -E '/debian/?$' | head -n 1)"
 rm -rf "$folder"/debian/dev/* # which a user namespace cannot make
 # How this machine reaches its packages.
 cp -L /etc/ssl/certs/ca-certificates.crt "$folder/debian/etc/ssl/certs/"
@@ -37,9 +37,12 @@ build_and_pack() { # name, folder of the root that it begins with
     mksquashfs "$folder/$1" "$folder/$1.sif" -comp zstd -Xcompression-level 1 -no-progress -quiet
 }
 build_and_pack layerproof "$folder/debian"
-# What is left is what the SDK's image has, too.
+# What is left is what the SDK's image has, too, but for those libraries for GPUs without which torch cannot be imported.
+cd "$folder"/layerproof/opt/layerproof/lib/python3*/site-packages
 for package in accelerate h5py jinja2 jsonschema llvmlite matplotlib numba psutil pydantic pydantic_core safetensors snakemake tokenizers transformers; do
-    rm -r "$folder"/layerproof/opt/layerproof/lib/python3*/site-packages/"$package"{,-[0-9]*}
+    rm -r "$package"{,-[0-9]*}
 done
+rm -r triton nvidia/{cusolver,cuda_nvrtc,cudnn/lib/libcudnn_*}
+cd - > /dev/null
 build_and_pack neuron "$folder/layerproof"
 rm -r "$folder/debian" "$folder/layerproof" "$folder/neuron"

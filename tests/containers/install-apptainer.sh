@@ -8,7 +8,7 @@ prefix=$1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work"/lists/partial "$work"/cache/archives/partial "$prefix"/glibc
-bash "$(dirname "$0")/../apt-install.sh" --no-install-recommends debootstrap libseccomp2 libsqlite3-0 patchelf squashfs-tools
+bash "$(dirname "$0")/../apt-install.sh" --no-install-recommends mmdebstrap libseccomp2 libsqlite3-0 patchelf squashfs-tools
 mirror=$(apt-get indextargets --format '$(REPO_URI)' | grep -E '/debian/?$' | head -n 1)
 
 fetch() { # suite package
