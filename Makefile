@@ -13,7 +13,7 @@ VENV := .venv
 CORES ?= all
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test check fast lower-bounds lint same bugs bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report test check fast lower-bounds lint types style same bugs bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	layerproof run --cores $(CORES)
@@ -22,7 +22,7 @@ test: setup-dev lint
 	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: setup-dev
-	$(MAKE) --no-print-directory --jobs 2 --output-sync lint fast
+	$(MAKE) --no-print-directory --jobs 2 --output-sync fast types style
 
 fast: setup-dev
 	OMP_NUM_THREADS=1 pytest -n 2 -m "not slow and not workflow"
@@ -42,9 +42,14 @@ bench: setup-dev
 	python benchmarks/run.py
 
 lint: setup-dev
+	$(MAKE) --no-print-directory --jobs 2 --output-sync types style
+
+types:
+	pyright
+
+style:
 	ruff check .
 	ruff format --check .
-	pyright
 	snakefmt --check --diff Snakefile workflow/rules
 	snakemake --lint
 	lint-imports --no-cache

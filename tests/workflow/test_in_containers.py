@@ -126,7 +126,9 @@ def test_recipes_and_scripts_are_clean_to_shellcheck(tmp_path):
 
 
 def test_an_image_that_is_not_there_is_told(images, tmp_path):
-    workflow = Workflow(tmp_path, containers=containers(images) | {"port": "containers/missing.sif"})
+    (tmp_path / "there.sif").touch()
+    there = str(tmp_path / "there.sif")
+    workflow = Workflow(tmp_path, containers={"golden": there, "port": "containers/missing.sif", "cpu": there})
     failed = workflow.run("--sdm", "apptainer", "-n", check=False)
     assert failed.returncode != 0 and "Traceback" not in failed.text
     assert "config.yaml: containers: containers/missing.sif does not exist. Build it" in failed.text
