@@ -1,8 +1,9 @@
 """Which edits count: a table of edits to a small package whose function `run` was recorded before."""
 
 import contextlib
-import importlib
+import importlib.util
 import json
+import marshal
 import os
 import shutil
 import subprocess
@@ -782,13 +783,27 @@ def test_of_two_edits_in_a_second_the_later_one_runs(tmp_path, monkeypatch, keep
     with recording({}):
         pass
     port, helper = tmp_path / "port.py", tmp_path / "helper_of_port.py"
+    time.sleep(1 - time.time() % 1)
     for number in (1, 2):
         port.write_text(f"from helper_of_port import NUMBER\nSUM = NUMBER + {number}\n")
         helper.write_text(f"NUMBER = {number}\n")
-        for file in (port, helper):
-            os.utime(file, (1000, 1000))
         sys.modules.pop("helper_of_port", None)
         assert 2 * number == load_module(str(port)).SUM
+
+
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_compiled_code_is_taken_unless_it_is_of_the_second_of_an_edit(tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "module.py"
+    file.write_text("")
+    os.utime(file, (1000.7, 1000.7))
+    loader = recorder.FromSource("module", str(file))
+    loader.get_code("module")
+    compiled = Path(importlib.util.cache_from_source(str(file)))
+    compiled.write_bytes(compiled.read_bytes()[:16] + marshal.dumps(compile("'of before'", "module", "eval")))
+    os.utime(compiled, (1000.9 + seconds,) * 2)
+    code = loader.get_code("module")
+    assert code is not None and ("of before" in code.co_consts) == bool(seconds)
 
 
 def names_of(seen):

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib import machinery
+from importlib import machinery, util
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -117,13 +117,17 @@ def _watch_loading() -> None:
 
 
 class FromSource(machinery.SourceFileLoader):
-    """Compiles a file as it is. Python runs what it compiled before if the file's size and the second of its time are as
-    they were, so of two edits in a second it may run the first where the second is recorded.
+    """Loads a file as it is. Python runs what it compiled before if the file's size and the second of its time are as they
+    were, so of two edits in a second it may run the first where the second is recorded. What was compiled in that very
+    second counts for nothing here.
     """
 
-    def get_code(self, fullname: str) -> CodeType:
+    def get_code(self, fullname: str) -> CodeType | None:
         path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
+        compiled, written = modified_time(util.cache_from_source(path)), modified_time(path)
+        if compiled is not None and written is not None and compiled < int(written) + 1:
+            return self.source_to_code(self.get_data(path), path)
+        return super().get_code(fullname)
 
 
 def _find_from_source(directory: str) -> machinery.FileFinder:

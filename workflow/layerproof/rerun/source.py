@@ -1,7 +1,8 @@
 """Python source files, reduced to what fingerprints need of them.
 
 Every job asks whether the functions that it ran are as they were, so what a file was reduced to is kept in
-`.layerproof/code/`, as Python keeps compiled modules: for this content, this module and this version of Python.
+`.layerproof/code/`, as Python keeps compiled modules: for this content, this module and this version of Python. It is
+pickled, as what numba keeps beside it is: whoever can write there can write the port, too.
 """
 
 from __future__ import annotations
