@@ -44,7 +44,7 @@ PLACED = CONFIG | {"num_local_experts": 16}
 """A model with a layer that is large enough to measure how fast weights are put into place."""
 EFFICIENCY = 0.3
 """Of a device's peak, in products as large as these."""
-JOBS = 0.75
+JOBS = 0.62
 """Seconds that Snakemake and the processes take for all jobs of a stage on one side, in blocks of 16 stages and without warm
 starts: of 62 tiny layers, what they took longer than one process (docs/performance.md), by stages and sides, rounded up.
 """
