@@ -9,9 +9,8 @@ from configs import QUICK, REPOSITORY
 from layerproof.paths import TINY_CHECKPOINT
 
 os.environ |= QUICK
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # jobs of a workflow, and servers, share compiled modules as a user's do
+# Jobs of a workflow, and servers, share compiled modules as a user's do.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 SLOWEST_FIRST = ("slurm", "apptainer", "s3", "workflow")
 
