@@ -201,6 +201,7 @@ class _Tree:
 
 
 def reduced(tree: _Tree) -> Source:
+    """What is kept of a parsed file: of each entry its fingerprint and what it uses."""
     uses = {
         local: [[Uses.of(part) for part in tree.parts(node, local)] for node in tree.nodes(local)]
         for local in tree.entries()
