@@ -1,6 +1,7 @@
 """What a file was reduced to is kept, and counts only for the content that it has."""
 
 import os
+import shutil
 
 import pytest
 
@@ -36,6 +37,14 @@ def test_a_file_is_parsed_by_the_first_process_that_asks(file, parsed):
     assert len(parsed) == 1
     assert found[0] == found[1] == found[2] and found[0].functions == {"area"}
     assert found[0].digests.keys() == found[0].uses.keys() == {"", "area", "=area", "=math", "=FACTOR"}
+
+
+def test_a_copy_of_a_folder_takes_what_is_kept_along(file, parsed, monkeypatch):
+    found = in_another_process(file)
+    copy = file.parent.with_name("copy")
+    shutil.copytree(file.parent, copy)
+    monkeypatch.setattr(source, "NOTES", copy / "notes")
+    assert in_another_process(copy / file.name) == found and len(parsed) == 1
 
 
 def test_an_edit_is_seen_though_size_and_time_are_as_before(file, parsed):

@@ -1,8 +1,9 @@
 """Python source files, reduced to what fingerprints need of them.
 
 Every job asks whether the functions that it ran are as they were, so what a file was reduced to is kept in
-`.layerproof/code/`, as Python keeps compiled modules: for this content, this module and this version of Python. It is
-pickled, as what numba keeps beside it is: whoever can write there can write the port, too.
+`.layerproof/code/`, as Python keeps compiled modules: for this content, this module and this version of Python. A copy of
+the whole folder takes it along. It is pickled, as what numba keeps beside it is: whoever can write there can write the port,
+too.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def parse_file(file: str) -> Source:
 def _parse_version(file: str, mtime_ns: int, size: int) -> Source:
     content = Path(file).read_bytes()
     version = digest_of([_digest_of_this_module(), hashlib.sha256(content).hexdigest()])
-    note = NOTES / f"{digest_of(file)[:32]}.{sys.implementation.cache_tag}"
+    note = NOTES / f"{digest_of(os.path.relpath(file, NOTES))[:32]}.{sys.implementation.cache_tag}"
     with contextlib.suppress(Exception):  # whatever a damaged file may raise
         kept, source = pickle.loads(note.read_bytes())
         if kept == version:
