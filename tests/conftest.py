@@ -1,7 +1,9 @@
 """The order of tests: what waits longest comes first. What one leaves is not for the next, but for what they all need."""
 
+import fcntl
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +37,27 @@ def own_path():
 def trained():
     """The checkpoint that comes with Layerproof, for tests that only read it."""
     return REPOSITORY / TINY_CHECKPOINT
+
+
+@pytest.fixture(scope="session")
+def golden_of(tmp_path_factory):
+    """`golden_of(NAME)` is a folder with a checkpoint of models.py in model/ and its golden stages beside it, made once for
+    all tests, which only read them.
+    """
+    base = tmp_path_factory.getbasetemp()
+    everyones = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def made(name: str) -> Path:
+        from models import save
+        from streaming import stream
+
+        folder = everyones / f"golden-{name}"
+        with open(everyones / f"golden-{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "done").exists():
+                save(name, folder / "model")
+                stream(folder / "model", folder)
+                (folder / "done").touch()
+        return folder
+
+    return made

@@ -13,8 +13,7 @@ from layerproof.model.checkpoint import torch_name
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
 from layerproof.tensors import hdf5, pruning
-from models import save
-from streaming import TOKENS, stream
+from streaming import TOKENS
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +30,9 @@ def convert_as(name, made):
 
 
 @pytest.fixture(scope="module", params=["minimax_m2", "minimax_m2_fp8"])
-def run(request, tmp_path_factory):
+def run(request, golden_of):
     """The golden of a small MiniMax-M2, as released in bf16 and in FP8."""
-    directory = tmp_path_factory.mktemp(request.param)
-    save(request.param, directory / "model")
-    stream(directory / "model", directory)
-    return directory
+    return golden_of(request.param)
 
 
 def findings(run, directory, *edits, **settings):

@@ -40,11 +40,11 @@ def whole_model(directory, dtype, **options):
 
 
 @pytest.mark.parametrize("model_type", CONFIGS | MORE)
-def test_stream_equals_whole_model_bit_for_bit(model_type, tmp_path):
-    save(model_type, tmp_path / "model")
-    whole = whole_model(tmp_path / "model", torch.bfloat16)
-    for stage in stream(tmp_path / "model", tmp_path):
-        streamed = hdf5.to_torch(hdf5.read(tmp_path / f"{stage}.h5", "golden/out"))
+def test_stream_equals_whole_model_bit_for_bit(model_type, golden_of):
+    golden = golden_of(model_type)
+    whole = whole_model(golden / "model", torch.bfloat16)
+    for stage in all_stages(len(whole) - 3):
+        streamed = hdf5.to_torch(hdf5.read(golden / f"{stage}.h5", "golden/out"))
         assert streamed.dtype == torch.bfloat16
         assert torch.equal(streamed, whole[stage]), stage
 
@@ -60,12 +60,11 @@ def test_released_fp8_form_equals_the_model_that_transformers_dequantizes(model_
         assert torch.equal(streamed, whole[stage]), stage
 
 
-def test_truth_is_the_fp32_stage_from_the_golden_input(tmp_path):
-    save("qwen3_moe", tmp_path / "model")
-    stages = stream(tmp_path / "model", tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    fed = hdf5.to_torch(hdf5.read(tmp_path / f"{stages[-2]}.h5", "golden/out")).float()
-    truth = hdf5.to_torch(hdf5.read(tmp_path / "lm_head.h5", "truth/out"))
+def test_truth_is_the_fp32_stage_from_the_golden_input(golden_of):
+    golden = golden_of("qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(golden / "model", dtype=torch.float32).eval()
+    fed = hdf5.to_torch(hdf5.read(golden / "norm.h5", "golden/out")).float()
+    truth = hdf5.to_torch(hdf5.read(golden / "lm_head.h5", "truth/out"))
     with torch.no_grad():
         assert torch.equal(truth, model.lm_head(fed))
 
@@ -156,10 +155,8 @@ def test_the_context_is_what_the_output_projection_gets(tmp_path, monkeypatch):
     assert (context @ projection.T - out).norm() < 0.01 * out.norm()
 
 
-def test_layers_have_the_canonical_taps(tmp_path):
-    save("minimax_m2", tmp_path / "model")
-    stream(tmp_path / "model", tmp_path)
-    with hdf5.reading(tmp_path / "layer_002.h5") as file:
+def test_layers_have_the_canonical_taps(golden_of):
+    with hdf5.reading(golden_of("minimax_m2") / "layer_002.h5") as file:
         golden_taps, truth = hdf5.taps(file, "golden"), hdf5.taps(file, "truth")
         assert (
             set(golden_taps)

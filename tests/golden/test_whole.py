@@ -9,7 +9,7 @@ from layerproof.errors import UserError
 from layerproof.golden.whole import FullModel, device_of
 from layerproof.model import checkpoint
 from layerproof.tensors import hdf5
-from models import CONFIGS, FP8, save
+from models import CONFIGS, FP8
 from streaming import SETTINGS, TOKENS, stream
 
 pytestmark = pytest.mark.slow
@@ -39,38 +39,35 @@ def assert_equal_files(one, other, stages):
 
 
 @pytest.mark.parametrize("model_type", [*CONFIGS, *FP8])
-def test_on_one_device(model_type, tmp_path):
-    save(model_type, tmp_path / "model")
-    stages = stream(tmp_path / "model", tmp_path / "streamed")
-    stream(tmp_path / "model", tmp_path / "whole", start(tmp_path / "model", device_map="cpu"))
-    assert_equal_files(tmp_path / "streamed", tmp_path / "whole", stages)
+def test_on_one_device(model_type, golden_of, tmp_path):
+    streamed = golden_of(model_type)
+    stages = stream(streamed / "model", tmp_path, start(streamed / "model", device_map="cpu"))
+    assert_equal_files(streamed, tmp_path, stages)
 
 
 @pytest.mark.parametrize("model_type", ["minimax_m2", "gpt_oss", "llama", *FP8])
-def test_with_layers_and_head_offloaded(model_type, tmp_path):
-    save(model_type, tmp_path / "model")
-    stages = stream(tmp_path / "model", tmp_path / "streamed")
-    layers = checkpoint.num_layers(checkpoint.read_config(tmp_path / "model"))
+def test_with_layers_and_head_offloaded(model_type, golden_of, tmp_path):
+    streamed = golden_of(model_type)
+    layers = checkpoint.num_layers(checkpoint.read_config(streamed / "model"))
     device_map = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "disk"}
     device_map |= {f"model.layers.{layer}": "disk" if layer else "cpu" for layer in range(layers)}
     if model_type == "llama":  # a tied head is where the embedding is
         device_map["lm_head"] = "cpu"
-    whole = start(tmp_path / "model", device_map=device_map, offload_folder=str(tmp_path / "offload"))
+    whole = start(streamed / "model", device_map=device_map, offload_folder=str(tmp_path / "offload"))
     assert whole.model.get_submodule("model.layers.1").input_layernorm.weight.is_meta
     assert device_of(whole.model, "layer_001") == torch.device("cpu")
-    stream(tmp_path / "model", tmp_path / "whole", whole)
-    assert_equal_files(tmp_path / "streamed", tmp_path / "whole", stages)
+    stages = stream(streamed / "model", tmp_path / "whole", whole)
+    assert_equal_files(streamed, tmp_path / "whole", stages)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "balanced", "balanced_low_0", "sequential"])
-def test_as_accelerate_spreads_it_within_limits(strategy, tmp_path):
-    save("minimax_m2", tmp_path / "model")
-    stages = stream(tmp_path / "model", tmp_path / "streamed")
+def test_as_accelerate_spreads_it_within_limits(strategy, golden_of, tmp_path):
+    streamed = golden_of("minimax_m2")
     limits = {"max_memory": {"cpu": "800KB"}, "offload_folder": str(tmp_path / "offload")}
-    whole = start(tmp_path / "model", device_map=strategy, **limits)
+    whole = start(streamed / "model", device_map=strategy, **limits)
     assert set(map(str, whole.model.hf_device_map.values())) == {"cpu", "disk"}
-    stream(tmp_path / "model", tmp_path / "whole", whole)
-    assert_equal_files(tmp_path / "streamed", tmp_path / "whole", stages)
+    stages = stream(streamed / "model", tmp_path / "whole", whole)
+    assert_equal_files(streamed, tmp_path / "whole", stages)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +78,7 @@ def test_as_accelerate_spreads_it_within_limits(strategy, tmp_path):
         ({"device_map": {"lm_head": "cpu"}}, "transformers cannot load the full model this way"),
     ],
 )
-def test_a_map_that_cannot_be_is_told_in_one_line(settings, told, tmp_path):
-    save("minimax_m2", tmp_path / "model")
+def test_a_map_that_cannot_be_is_told_in_one_line(settings, told, golden_of):
     with pytest.raises(UserError, match=told) as error:
-        start(tmp_path / "model", **settings)
+        start(golden_of("minimax_m2") / "model", **settings)
     assert "write golden.mode: streamed" in str(error.value) and "\n" not in str(error.value)

@@ -46,12 +46,11 @@ def failures(results, out, stage):
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_unmodified_transformers_stages_pass_on_xla(model_type, tmp_path):
-    save(model_type, tmp_path / "model")
-    stages = stream(tmp_path / "model", tmp_path / "golden")
-    run(tmp_path / "model", tmp_path / "golden", tmp_path / "port", SETTINGS | {"backend": "transformers"})
+def test_unmodified_transformers_stages_pass_on_xla(model_type, golden_of, tmp_path):
+    golden = golden_of(model_type)
+    stages = run(golden / "model", golden, tmp_path, SETTINGS | {"backend": "transformers"})
     for stage in stages:
-        failed = failures(tmp_path / "golden", tmp_path / "port", stage)
+        failed = failures(golden, tmp_path, stage)
         assert failed == {}, stage
 
 
@@ -165,13 +164,10 @@ def test_shipped_port_passes_and_compiles_once_a_kind(tmp_path, monkeypatch):
     assert by_stage == {"embed": 1, "layer_000": 2, "layer_001": 0, "layer_002": 0, "norm": 1, "lm_head": 1}
 
 
-@pytest.fixture(scope="module")
-def golden(tmp_path_factory):
+@pytest.fixture
+def golden(golden_of):
     """A small MiniMax-M2 and its golden stages."""
-    directory = tmp_path_factory.mktemp("golden")
-    save("minimax_m2", directory / "model")
-    stream(directory / "model", directory)
-    return directory
+    return golden_of("minimax_m2")
 
 
 def run_edited(golden, tmp_path, old, new):
