@@ -31,7 +31,8 @@ for file in bin/apptainer lib/x86_64-linux-gnu/apptainer/bin/starter; do
         --set-rpath "$prefix"/glibc:/usr/lib/x86_64-linux-gnu "$prefix/usr/$file"
 done
 mkdir -p "$prefix"/usr/{lib/,}var/lib/apptainer/mnt/session
-# For hosts whose root lacks CAP_SYS_RESOURCE.
-sed -i 's/^root default capabilities.*/root default capabilities = no/' "$prefix"/usr/etc/apptainer/apptainer.conf
+# For hosts whose root lacks CAP_SYS_RESOURCE; and so that containers of one image share what the kernel has read of it.
+sed -i -e 's/^root default capabilities.*/root default capabilities = no/' -e 's/^shared loop devices.*/shared loop devices = yes/' \
+    "$prefix"/usr/etc/apptainer/apptainer.conf
 "$prefix"/usr/bin/apptainer --version
 install -m 755 /dev/null "$prefix/done"

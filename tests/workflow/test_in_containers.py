@@ -37,7 +37,12 @@ def images():
             folder.mkdir()
             subprocess.run(["bash", SCRIPTS / "build-images.sh", folder], check=True)
             (folder / "done").touch()
+        # Containers that idle: what the kernel has read of an image stays in memory as long as one of them runs.
+        idle = [subprocess.Popen(["apptainer", "exec", image, "sleep", "infinity"]) for image in folder.glob("*.sif")]
         yield folder
+        for process in idle:
+            process.terminate()
+            process.wait()
 
 
 @pytest.fixture
