@@ -1,5 +1,6 @@
 """Runs the real DAG in a copy of the repository and tells which jobs really ran."""
 
+import compileall
 import contextlib
 import fcntl
 import functools
@@ -21,6 +22,7 @@ import warm
 from configs import QUICK
 from layerproof.compare.stage import compare_taps
 from layerproof.measure.noise import noise_of_taps
+from layerproof.rerun import source
 from layerproof.tensors.tensor import Tensor
 from layerproof.warm import VARIABLE
 
@@ -47,8 +49,21 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
+def prepare_copies() -> None:
+    """Compiles the library and what measures, and reads its source, which takes 15 seconds, so that copies of the workflow
+    take what came of it along.
+    """
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "copies.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compileall.compile_dir(REPOSITORY / "workflow", quiet=1)
+        for file in (REPOSITORY / "workflow").rglob("*.py"):
+            source.parse_file(str(file))
+        compile_kernels()
+
+
 def compile_kernels() -> None:
-    """Compiles what measures, which takes ten seconds, so that copies of the workflow take numba's files along."""
+    """Has numba compile all that the default run calls; its files lie beside the source."""
     valid = np.ones((2, 5), bool)
     noise = np.random.default_rng(0).standard_normal((3, 2, 5, 8)).astype(np.float32)
     choice = Tensor(np.zeros((2, 5, 1), np.int32), "int32")
@@ -59,12 +74,9 @@ def compile_kernels() -> None:
 
     truth = {name: Tensor(noise[0], "float32") for name in ("router.scores", "out")} | {"router.choice": choice}
     golden, variant = (taps(noise[0] + noise[row] / 100) for row in (1, 2))
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / "kernels.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        bands = noise_of_taps(golden, [variant], truth, valid)
-        for port in (variant, truth):
-            compare_taps("layer_000", port, golden, truth, bands, valid, 1.5)
+    bands = noise_of_taps(golden, [variant], truth, valid)
+    for port in (variant, truth):
+        compare_taps("layer_000", port, golden, truth, bands, valid, 1.5)
 
 
 class Workflow:
@@ -77,12 +89,11 @@ class Workflow:
 
     def __init__(self, directory: Path, **config) -> None:
         self.directory = directory
-        compile_kernels()
+        prepare_copies()
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / "Snakefile", directory)
-        shutil.copytree(REPOSITORY / "workflow", directory / "workflow", ignore=shutil.ignore_patterns("*.pyc"))
-        shutil.copytree(REPOSITORY / "profiles", directory / "profiles")
-        shutil.copytree(REPOSITORY / "docs", directory / "docs")
+        for folder in ("workflow", "profiles", "docs", source.NOTES.relative_to(REPOSITORY)):
+            shutil.copytree(REPOSITORY / folder, directory / folder)
         self.results = directory / "results"
         self.config = yaml.safe_load((REPOSITORY / "config.yaml").read_text())
         self.configure(**config)
@@ -101,10 +112,7 @@ class Workflow:
             # Snakemake removes some outputs before their job: while they are open, no other file gets their inode.
             for name in before:
                 held.enter_context(open(self.results / name, "rb"))
-            command = self.command(*arguments, target=target)
-            if not self.cold:
-                command = warm.command(*command[1:])
-            process = subprocess.run(command, **self.options(warm_jobs=not self.cold))
+            process = subprocess.run(self.command(*arguments, target=target), **self.options(warm_jobs=not self.cold))
             after = self._state()
         if check and process.returncode:
             raise AssertionError(process.stdout + self._logs())
@@ -123,8 +131,9 @@ class Workflow:
     def printed(self) -> str:
         return (self.directory / "printed.txt").read_text()
 
-    def command(self, *arguments: str, target: str = "results/report.html") -> list[str]:
-        return [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, "--", *target.split()]
+    def command(self, *arguments: str, target: str = "results/report.html", cold: bool = False) -> list[str]:
+        arguments = ("-m", "snakemake", "--cores", "1", *arguments, "--", *target.split())
+        return [sys.executable, *arguments] if cold or self.cold else warm.command(*arguments)
 
     def options(self, warm_jobs: bool = False) -> dict:
         """Of subprocess; without warm jobs each starts its own Python, unless the workflow is `cold`."""
@@ -161,24 +170,26 @@ class Workflow:
         return "".join(f"\n== {path}\n{path.read_text()[-2000:]}" for path in self.results.glob("logs/**/*.log"))
 
 
-def at_work(process, words, log):
+def at_work(workflow, process, words, log):
     """The process of the job whose command line has these words, once its log says that it runs."""
-    deadline = time.monotonic() + 120
+    since, deadline = time.time(), time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        jobs = [child for child in running(process, words) if "python" in child.name()]
-        if jobs and log.exists() and "runs because" in log.read_text():
-            return next(job for job in jobs if job.ppid() not in {other.pid for other in jobs})
+        with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
+            if log.stat().st_mtime > since - 0.01 and "runs because" in log.read_text():
+                jobs = running(workflow, words)
+                if outermost := [job for job in jobs if job.ppid() not in {other.pid for other in jobs}]:
+                    return outermost[0]
         time.sleep(0.005)
     raise AssertionError(f"{words} was not seen")
 
 
-def running(process, words):
-    """Descendants of a process whose command line holds these words."""
+def running(workflow, words):
+    """Processes of Python in the workflow's folder whose command line holds these words."""
     found = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
-                found += [child] if words in " ".join(child.cmdline()) else []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # of one that has ended
+            ours = "python" in process.name() and process.cwd() == str(workflow.directory)
+            found += [process] if ours and words in " ".join(process.cmdline()) else []
     return found
 
 

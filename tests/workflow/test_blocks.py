@@ -177,7 +177,7 @@ def test_a_killed_job_loses_the_stage_that_it_was_at(workflow, waiting):
     for folder in ("port", "records/port"):
         shutil.rmtree(workflow.results / folder)
     process = workflow.start(warm_jobs=True)
-    at_work(process, "layerproof port", workflow.results / "logs/port/layer_002.log").kill()
+    at_work(workflow, process, "layerproof port", workflow.results / "logs/port/layer_002.log").kill()
     assert process.wait() != 0, workflow.printed()
     waiting.unlink()
     made = {f"port/{stage}.h5" for stage in STAGES if stage != "layer_002"}
@@ -190,7 +190,7 @@ def test_a_job_that_is_killed_when_it_runs_again_is_not_taken_for_done(workflow,
     """Snakemake puts the outputs back that were there before, which were made from another golden."""
     change_tensor(workflow, "model.layers.1.self_attn.o_proj.weight", lambda tensor: 2 * tensor)
     process = workflow.start(warm_jobs=True)
-    at_work(process, "layerproof port", workflow.results / "logs/port/layer_002.log").kill()
+    at_work(workflow, process, "layerproof port", workflow.results / "logs/port/layer_002.log").kill()
     assert process.wait() != 0, workflow.printed()
     waiting.unlink()
     assert {f"port/{stage}.h5" for stage in MOE} <= workflow.run().made

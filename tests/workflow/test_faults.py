@@ -99,7 +99,7 @@ def test_killed_jobs_run_again_to_the_same_results(workflow):
         (workflow.results / output).unlink()
         process = workflow.start(warm_jobs=verb != "port")
         words = f"layerproof {verb} results/{output.split('/layer_001')[0]}"
-        at_work(process, words, workflow.results / f"logs/{log}.log").kill()
+        at_work(workflow, process, words, workflow.results / f"logs/{log}.log").kill()
         assert process.wait() != 0, workflow.printed()
         assert not (workflow.results / output).exists(), output
     workflow.run()
@@ -115,7 +115,9 @@ def test_a_stage_whose_process_is_killed_ends_as_an_error_and_the_others_of_its_
     for stage in stages:
         (workflow.results / f"port/{stage}.h5").unlink()
     process = workflow.start()
-    job = at_work(process, "layerproof port results/port/layer_000", workflow.results / "logs/port/layer_000.log")
+    job = at_work(
+        workflow, process, "layerproof port results/port/layer_000", workflow.results / "logs/port/layer_000.log"
+    )
     (at_a_stage,) = job.children()
     at_a_stage.kill()
     assert process.wait() == 0, workflow.printed()
@@ -129,9 +131,9 @@ def test_a_stage_whose_process_is_killed_ends_as_an_error_and_the_others_of_its_
 def test_everything_killed_resumes_after_unlock(workflow):
     before = digests(workflow)
     (workflow.results / "port/layer_002.h5").unlink()
-    process = workflow.start(start_new_session=True)
+    process = workflow.start(workflow.command(cold=True), start_new_session=True)
     deadline = time.monotonic() + 120
-    while not running(process, "layerproof port"):
+    while not running(workflow, "layerproof port"):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ def slurm(tmp_path_factory):
 def test_the_default_run_survives_a_cancelled_job_and_a_lost_node(slurm, tmp_path):
     workflow = Workflow(tmp_path)
     profile = "--workflow-profile", "profiles/slurm", "--slurm-init-seconds-before-status-checks=1"
-    command = workflow.command(*profile, target="all")
+    command = workflow.command(*profile, target="all", cold=True)
     process = workflow.start([part for part in command if part not in ("--cores", "1")], warm_jobs=True)
 
     def running(rules: str) -> str:
