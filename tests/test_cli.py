@@ -1,5 +1,7 @@
 """The command line: its help, and that a job with nothing to do returns before any heavy import."""
 
+import argparse
+import importlib
 import subprocess
 import sys
 
@@ -31,6 +33,26 @@ def test_every_verb_for_people_has_help_of_its_own(name, capsys):
         cli.run([name, "--help"])
     page = capsys.readouterr().out
     assert "example:" in page and "exit code:" in page
+
+
+@pytest.mark.parametrize("module", cli.VERBS)
+def test_every_verb_is_found_in_its_module(module):
+    verbs = argparse.ArgumentParser().add_subparsers()
+    importlib.import_module(f"layerproof.{module}").add_verbs(verbs)
+    assert tuple(verbs.choices) == cli.VERBS[module]
+
+
+def test_a_job_imports_the_verbs_of_its_package_alone():
+    code = 'import sys, layerproof.cli as cli; cli.parser("port"); print(*sys.modules)'
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name for name in done.stdout.split() if name.endswith(".verbs")} == {"layerproof.port.verbs"}
+
+
+@pytest.mark.parametrize("verb", ["no-such-verb", "--no-such-flag", ""])
+def test_what_is_no_verb_is_told(verb, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.run([verb])
+    assert ended.value.code == 2 and "layerproof VERB" in capsys.readouterr().err
 
 
 def test_the_command_line_imports_nothing_heavy():

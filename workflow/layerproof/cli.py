@@ -1,41 +1,52 @@
 """The command line. Each package keeps its verbs in a module `verbs`, which imports heavy packages inside the verbs, so
-that a job with nothing to do returns before any of that.
+that a job with nothing to do returns before any of that. For the same reason only the module of the verb is imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import logging
 import sys
 import textwrap
 from collections.abc import Sequence
 
-from layerproof import __version__, project
-from layerproof.compare import verbs as compare
-from layerproof.diagnose import verbs as diagnose
+from layerproof import __version__
 from layerproof.errors import UserError
-from layerproof.golden import verbs as golden
-from layerproof.host import verbs as host
-from layerproof.model import verbs as model
-from layerproof.port import verbs as port
-from layerproof.report import verbs as report
 from layerproof.rerun.command import PEOPLE
 
+VERBS = {
+    "project": ("init", "run", "why", "snakefile"),
+    "model.verbs": ("weights", "schema", "tokens", "make-tiny"),
+    "golden.verbs": ("golden", "import-golden", "import-preflight", "export"),
+    "port.verbs": ("port", "chain", "captured"),
+    "compare.verbs": ("compare", "compare-chain", "bisect"),
+    "host.verbs": ("predict", "preflight"),
+    "diagnose.verbs": ("teacher-force", "diagnose"),
+    "report.verbs": (
+        *("audit", "prune", "verdicts", "plot-stage", "plot-model", "report", "manifest", "archive", "verify", "gate"),
+    ),
+}
+"""The verbs of each module of Layerproof."""
 ORDER = ("init", "run", "gate", "verify", "audit", "preflight", "why", "snakefile", "make-tiny")
 """Verbs for people, as the help page lists them."""
 
 
 @functools.cache
-def parser() -> argparse.ArgumentParser:
-    """The command line; every flag that names several files takes them one after the other."""
+def parser(verb: str | None = None) -> argparse.ArgumentParser:
+    """The command line with the verbs of the module that has this verb, or with all verbs if there is no such verb. Every
+    flag that names several files takes them one after the other.
+    """
     usage = "layerproof VERB ...    (layerproof VERB --help describes each)"
     top = argparse.ArgumentParser("layerproof", usage, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--version", action="version", version=f"layerproof {__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", help=argparse.SUPPRESS)
-    for package in (project, model, golden, port, compare, host, diagnose, report):
-        package.add_verbs(verbs)
-    top.description = _help_page(list(verbs.choices))
+    of_verb = [module for module, names in VERBS.items() if verb in names]
+    for module in of_verb or VERBS:
+        importlib.import_module(f"layerproof.{module}").add_verbs(verbs)
+    if not of_verb:
+        top.description = _help_page(list(verbs.choices))
     return top
 
 
@@ -63,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
     verb = ""
     try:
         own, behind_dashes = _parted(argv)
-        args = parser().parse_args(own)
+        args = parser(own[0] if own else None).parse_args(own)
         verb, args.behind_dashes = args.verb, behind_dashes
         return args.action(args) or 0
     except UserError as error:
