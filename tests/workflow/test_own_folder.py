@@ -51,11 +51,13 @@ def test_what_init_writes_runs_as_it_is_and_says_why_it_would_run_again(folder):
     run("layerproof", "run", "results/compare/layer_001.json", cwd=folder)
     assert "port/layer_001: up to date" in run("layerproof", "why", "results/port/layer_001.h5", cwd=folder)
     config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("  # dtype: bfloat16", "  dtype: float32"))
+    written = config.read_text()
     command = ["layerproof", "why", "results/port/layer_001.h5"]
-    outcome = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
-    assert outcome.returncode == 1
-    assert outcome.stdout == "port/layer_001: would run because its settings changed (port.dtype)\n"
+    for line, key in (("options: {level: 2}", "port.options.level"), ("dtype: float32", "port.dtype")):
+        config.write_text(written.replace("  # dtype: bfloat16", f"  {line}"))
+        outcome = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+        assert outcome.returncode == 1
+        assert outcome.stdout == f"port/layer_001: would run because its settings changed ({key})\n"
     assert "port_stage" in run("layerproof", "run", "results/compare/layer_001.json", "--", "--dry-run", cwd=folder)
     for file, told in (("records/port/layer_001.json", "has no record"), ("manifest.json", "no job has written it")):
         command[-1] = f"results/{file}"

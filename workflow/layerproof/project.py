@@ -131,11 +131,16 @@ def _record_of(file: Path) -> Record:
     raise UserError(f"{file}: no job has written it. Run layerproof run {file}.")
 
 
-def _values_now(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a job had, with the values that config.yaml gives them now."""
+def _values_now(
+    recorded: Mapping[str, Any], settings: Mapping[str, Any], section: type[config.Section] = config.Config
+) -> dict[str, Any]:
+    """The settings that a job had, with the values that config.yaml gives them now. Of a section only the keys that the
+    job had count; any other mapping, such as `port.options`, counts whole.
+    """
+    inner = config.SECTIONS.get(section, {})
     return {
-        key: _values_now(value, settings[key])
-        if isinstance(value, Mapping) and set(value) <= set(settings.get(key) or {})
+        key: _values_now(value, settings[key], inner[key])
+        if key in inner and isinstance(settings.get(key), Mapping)
         else settings.get(key)
         for key, value in recorded.items()
     }
