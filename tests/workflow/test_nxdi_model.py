@@ -30,6 +30,8 @@ def test_a_model_is_judged_mended_and_edited(tmp_path, monkeypatch):
         "rank": None,
     }
     assert found["stages"]["embed"]["status"] == "pass"
+    versions = json.loads((workflow.results / "records/port/layer_000.json").read_text())["job"]["versions"]
+    assert "transformers" in versions, "of which NxD Inference takes functions"
     assert "model.py" in (workflow.results / "report.html").read_text()
 
     workflow.configure(port={"nxdi": {}})

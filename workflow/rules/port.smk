@@ -21,7 +21,7 @@ PORT_PACKAGES = [
     "torch-neuronx",
     "neuronx-cc",
     "libneuronxla",
-    *(["transformers"] if CONFIG.port.backend == "transformers" else []),
+    *(["transformers"] if CONFIG.port.backend in ("transformers", "nxdi") else []),  # NxDI takes functions from it
     *(["neuronx-distributed", "neuronx-distributed-inference"] if CONFIG.port.backend == "nxdi" else []),
 ]
 
