@@ -17,7 +17,7 @@ def test_the_help_page_lists_verbs_for_people_first_with_example_and_exit_codes(
     with pytest.raises(SystemExit):
         cli.run(["--help"])
     page = capsys.readouterr().out
-    people, _, rules = page.partition("verbs that rules call:")
+    people, _, rules = page.partition("other verbs, most of which rules call:")
     assert [line.split()[0] for line in people.splitlines() if line.startswith("  ") and line[2] != " "] == list(
         cli.ORDER
     )
@@ -53,6 +53,20 @@ def test_what_is_no_verb_is_told(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.run([verb])
     assert ended.value.code == 2 and "layerproof VERB" in capsys.readouterr().err
+
+
+def test_what_stands_behind_dashes_is_told_where_nothing_reads_it(capsys):
+    assert cli.run(["gate", "--", "other/verdicts.json"]) == 2
+    assert capsys.readouterr().err == "error: --: gate takes nothing behind it. Leave it out.\n"
+
+
+def test_a_reader_that_wants_no_more_ends_a_verb_without_a_word():
+    """As `layerproof schema | head -1` does."""
+    command = [sys.executable, "-m", "layerproof", "schema"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 141
 
 
 def test_the_command_line_imports_nothing_heavy():

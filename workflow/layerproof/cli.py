@@ -8,6 +8,8 @@ import argparse
 import functools
 import importlib
 import logging
+import os
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -60,7 +62,7 @@ def _help_page(names: Sequence[str]) -> str:
             f"             exit code {verb.exits}",
         ]
     others = textwrap.wrap(", ".join(name for name in names if name not in PEOPLE), 100, break_on_hyphens=False)
-    return "\n".join([*lines, "", "verbs that rules call:", *(f"  {line}" for line in others)])
+    return "\n".join([*lines, "", "other verbs, most of which rules call:", *(f"  {line}" for line in others)])
 
 
 def _parted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -76,7 +78,12 @@ def run(argv: Sequence[str]) -> int:
         own, behind_dashes = _parted(argv)
         args = parser(own[0] if own else None).parse_args(own)
         verb, args.behind_dashes = args.verb, behind_dashes
+        if behind_dashes and verb != "run":
+            raise UserError(f"--: {verb} takes nothing behind it. Leave it out.")
         return args.action(args) or 0
+    except BrokenPipeError:  # of `layerproof audit | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes
+        return 128 + signal.SIGPIPE
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
