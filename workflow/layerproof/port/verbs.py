@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +149,8 @@ def read_captured(args: argparse.Namespace) -> None:
         (output,) = of_stages(args.outputs, [job.stage])
         return task(args, job, [file, args.tokens], functools.partial(work, job, file, output))
 
-    run_tasks(args, list(map(task_of, args.job, args.captured)), leave_tensors_error)
+    # The names of captured files do not say the stage.
+    run_tasks(args, list(itertools.starmap(task_of, zip(args.job, args.captured, strict=True))), leave_tensors_error)
 
 
 def by_ranks(

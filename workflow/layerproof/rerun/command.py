@@ -1,7 +1,8 @@
 """What the verbs that run jobs have in common on the command line.
 
 Such a verb names the files that it writes, then by flag those that it reads and its job files. Given several jobs it
-runs them one after the other: each flag then names the files of all of them, in any order.
+runs them one after the other: each flag then names the files of all of them, in any order. (Those of `--captured` come in
+the order of the job files.)
 """
 
 from __future__ import annotations
