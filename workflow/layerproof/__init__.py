@@ -15,7 +15,7 @@ The packages, in the order in which data flows. None imports one further down:
     host                what jobs will take, and whether this host has it
     diagnose            why a stage fails
     report              verdicts, plots, the page, the manifest
-    project             Layerproof in a folder of one's own: init, run, why
+    project             Layerproof in a folder of one's own: init, run, why, snakefile
     cli                 the command line, from the `verbs` of each package
 """
 

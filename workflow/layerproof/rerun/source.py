@@ -2,8 +2,8 @@
 
 Every job asks whether the functions that it ran are as they were, so what a file was reduced to is kept in
 `.layerproof/code/`, as Python keeps compiled modules: for this content, this module and this version of Python. A copy of
-the whole folder takes it along. It is pickled, as what numba keeps beside it is: whoever can write there can write the port,
-too.
+the whole folder takes it along. It is pickled, as what numba keeps beside it is: like `__pycache__`, it has to be deleted
+in a folder that comes from a stranger.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class Source:
         classes: classes, by qualified name.
         lines: the first and the last line of each statement that binds a name of the module, by that name.
         stars: the statements `from module import *`.
-        compiled: names that a function of an installed package decorates or gets as arguments. It may compile functions
-            (numba.njit, torch.jit.script) whose code is then never seen to run, so they count where they are named.
+        compiled: names that a function from a module outside Python's own library decorates or gets as arguments. It may
+            compile functions (numba.njit, torch.jit.script) whose code is then never seen to run, so they count where they
+            are named.
         digests: the fingerprint of each entry.
         uses: for each node of an entry, what its parts use.
     """
