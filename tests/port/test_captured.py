@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from layerproof import cli
 from layerproof.errors import StageError, UserError
 from layerproof.model.captured import find
 from layerproof.model.tokens import pad
 from layerproof.port import captured
+from layerproof.rerun.job import Job
 from layerproof.tensors import hdf5
 
 TOKENS = pad([[1, 2, 3], [4, 5]], pad_id=0)
@@ -81,3 +83,11 @@ def test_a_damaged_file_is_refused(tmp_path, content):
     (tmp_path / "file.pt").write_bytes(content)
     with pytest.raises(StageError, match=r"file\.pt: cannot be read as a tensor"):
         captured.make_stage("layer_000", tmp_path / "file.pt", TOKENS, tmp_path / "out.h5")
+
+
+def test_another_number_of_files_than_jobs_is_told(tmp_path, capsys):
+    job = Job("chain/captured/layer_000", {}, {}, {}, "new", "it has not run before", "new")
+    job.write(tmp_path / "job.json")
+    command = ["captured", "layer_000.h5", "--job", str(tmp_path / "job.json"), "--tokens", "tokens.json"]
+    assert cli.run([*command, "--captured", "a.pt", "b.pt"]) == 2
+    assert "error: --captured: names 2 files for 1 job files." in capsys.readouterr().err

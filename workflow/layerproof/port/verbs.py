@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerproof.devices import is_cpu
-from layerproof.errors import StageError
+from layerproof.errors import StageError, UserError
 from layerproof.files import read_json
 from layerproof.port import ranks
 from layerproof.rerun import jobs
@@ -149,8 +148,10 @@ def read_captured(args: argparse.Namespace) -> None:
         (output,) = of_stages(args.outputs, [job.stage])
         return task(args, job, [file, args.tokens], functools.partial(work, job, file, output))
 
-    # The names of captured files do not say the stage.
-    run_tasks(args, list(itertools.starmap(task_of, zip(args.job, args.captured, strict=True))), leave_tensors_error)
+    if len(args.captured) != len(args.job):  # which pairs them: the names of captured files do not say the stage
+        counted = f"{len(args.captured)} files for {len(args.job)} job files"
+        raise UserError(f"--captured: names {counted}. Copy the command from snakemake -n -p.")
+    run_tasks(args, list(map(task_of, args.job, args.captured)), leave_tensors_error)
 
 
 def by_ranks(
