@@ -27,7 +27,16 @@ VERBS = {
     "host.verbs": ("predict", "preflight"),
     "diagnose.verbs": ("teacher-force", "diagnose"),
     "report.verbs": (
-        *("audit", "prune", "verdicts", "plot-stage", "plot-model", "report", "manifest", "archive", "verify", "gate"),
+        "audit",
+        "prune",
+        "verdicts",
+        "plot-stage",
+        "plot-model",
+        "report",
+        "manifest",
+        "archive",
+        "verify",
+        "gate",
     ),
 }
 """The verbs of each module of Layerproof."""
@@ -37,8 +46,8 @@ ORDER = ("init", "run", "gate", "verify", "audit", "preflight", "why", "snakefil
 
 @functools.cache
 def parser(verb: str | None = None) -> argparse.ArgumentParser:
-    """The command line with the verbs of the module that has this verb, or with all verbs if there is no such verb. Every
-    flag that names several files takes them one after the other.
+    """The command line. For a verb it knows the verbs of one module, otherwise all of them. Every flag that names several
+    files takes them one after the other.
     """
     usage = "layerproof VERB ...    (layerproof VERB --help describes each)"
     top = argparse.ArgumentParser("layerproof", usage, formatter_class=argparse.RawDescriptionHelpFormatter)
