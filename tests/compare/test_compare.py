@@ -98,7 +98,7 @@ def test_experts_that_are_ruled_out_may_have_any_number(stage):
     assert tap["status"] == "pass", tap["reason"]
 
     stage.port["router.selection"][0, 0, 1] += 0.5
-    assert "above the limit" in stage.write().compare()["taps"]["router.selection"]["reason"]
+    assert "times what is allowed" in stage.write().compare()["taps"]["router.selection"]["reason"]
     stage.port["router.selection"][0, 0, 1] -= 0.5
     stage.port["router.selection"][0, 0, 4] = np.nan
     assert "NaN" in stage.write().compare()["taps"]["router.selection"]["reason"]
@@ -114,7 +114,7 @@ def test_pass(stage):
     assert list(result["taps"]) == order
     assert {tap["status"] for tap in result["taps"].values()} == {"pass"}
     assert result["logits"] is None and 0 < result["local_error"] < 0.01
-    assert result["golden"] == {"device": "cpu"} and result["port"] == {"device": "CPU", "kind": "ab12"}
+    assert result["golden"] == {"device": "cpu"} and result["port"] == {"device": "CPU", "kind": "ab12", "places": {}}
     for side in ("golden", "port"):
         assert result["statistics"][side]["out"]["count"] == stage.valid.sum() * HIDDEN
 

@@ -91,6 +91,9 @@ def as_stage_error(exception: BaseException) -> StageError:
     users = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
     where = next((f" at {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(users or frames)), "")
     meaning = known_errors.explained(f"{type(exception).__name__}: {text}")
-    error = StageError(f"{type(exception).__name__}{where}: {message}{f' {meaning}' if meaning else ''}")
+    more = "".join(f" {note}" for note in (*getattr(exception, "__notes__", ()), *([meaning] if meaning else ())))
+    if more and not message.endswith((".", "!", "?")):
+        message += "."
+    error = StageError(f"{type(exception).__name__}{where}: {message}{more}")
     error.__cause__ = exception
     return error

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
+import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING
 
 from layerproof.errors import StageError
@@ -142,6 +146,9 @@ class _Run:
             )
         if name in self.left_out:
             return tensor
+        places = _places.get()
+        if places is not None and (place := _calling_place()):
+            places[name] = place
         if name in self.edits:
             tensor = self.edits[name](tensor, {**self.collected, **self.forced})
         self.collected[name] = tensor
@@ -154,6 +161,57 @@ class _Run:
 
 
 _run: ContextVar[_Run | None] = ContextVar("run", default=None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The function that hands a tap over, by its file and qualified name. It has no line: a comment would move it."""
+
+    file: str
+    function: str
+
+    @classmethod
+    def of_code(cls, code: CodeType) -> Place:
+        path = Path(code.co_filename)
+        inside = path.is_relative_to(Path.cwd())
+        return cls(str(path.relative_to(Path.cwd()) if inside else path), code.co_qualname)
+
+    def as_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+_places: ContextVar[dict[str, Place] | None] = ContextVar("places", default=None)
+
+
+@contextlib.contextmanager
+def locating() -> Iterator[dict[str, Place]]:
+    """Notes for every tap that a run inside the block collects where it is handed over."""
+    found: dict[str, Place] = {}
+    token = _places.set(found)
+    try:
+        yield found
+    finally:
+        _places.reset(token)
+
+
+def forward_place(module: torch.nn.Module) -> Place | None:
+    """Where the forward of a module is defined; None for a module of torch itself."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return None if code is None or _is_foreign(code.co_filename) else Place.of_code(code)
+
+
+def _calling_place() -> Place | None:
+    """The innermost function on the stack that is neither Layerproof's nor torch's own: that of a port or a model."""
+    frame = inspect.currentframe()
+    while frame and _is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    return Place.of_code(frame.f_code) if frame else None
+
+
+def _is_foreign(file: str) -> bool:
+    """Whether a file is Layerproof's or torch's own, or none at all: torch compiles some functions from text."""
+    packages = (Path(__file__).parent, Path(sys.modules["torch"].__file__ or "").parent)
+    return not Path(file).is_file() or any(Path(file).is_relative_to(package) for package in packages)
 
 
 def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:

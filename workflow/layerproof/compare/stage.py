@@ -52,6 +52,7 @@ def compare_stage(
                     found = hdf5.taps(port_file, "port")
                     result["statistics"]["port"] = _statistics(found)
                     result["port"] = hdf5.attributes(port_file)
+                    result["port"]["places"] = hdf5.document_if_there(port_file, hdf5.PLACES) or {}
                     of_ranks = Ranks.of(port_file)
                     result |= compare_taps(stage, found, wanted, truth, bands, valid, limit, of_ranks)
             except StageError as error:

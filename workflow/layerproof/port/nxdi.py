@@ -207,8 +207,9 @@ class Port:
         """
         neuron_config = self.config_class.get_neuron_config_cls()
         given = self._neuron_settings(stage, neuron_config)
+        attributes = copy.deepcopy(dict(self.settings.config))  # the library modifies its arguments
         try:
-            config = _configuration(self.config_class, neuron_config(**given), stage, self.settings.config)
+            config = _configuration(self.config_class, neuron_config(**given), stage, attributes)
             application = self.causal_lm(str(stage.checkpoint), config)
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise StageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -83,7 +84,8 @@ def _prepare_port(job: StageRun) -> _Ready:
     port, directory = job.runner.port, job.runner.directory
     assert port is not None
     config, shape = checkpoint.read_config(directory), (job.ids.shape[0], job.ids.shape[1])
-    stage = Stage(job.stage, layer_of(job.stage), config, job.dtype, job.runner.settings.port.options, shape, directory)
+    options = copy.deepcopy(job.runner.settings.port.options)  # a port may change what it is given
+    stage = Stage(job.stage, layer_of(job.stage), config, job.dtype, options, shape, directory)
     module = port.build(stage)
     if not isinstance(module, nn.Module):
         raise StageError(f"{job.stage}: build() returns {type(module).__name__}, not a torch.nn.Module.")
@@ -116,7 +118,12 @@ def _prepare_port(job: StageRun) -> _Ready:
             collecting(forced, own=own_taps) as taps,
             _module_taps(module, getattr(port, "TAPS", {}) if with_taps else {}),
         ):
-            output = module(*inputs)
+            try:
+                output = module(*inputs)
+            except Exception as error:
+                if taps:
+                    error.add_note(f"The last tap that it handed over is {[*taps][-1]}.")
+                raise
         if not isinstance(output, torch.Tensor):
             raise StageError(f"{job.stage}: the port returns {type(output).__name__}, not one tensor.")
         return (taps if with_taps else {}) | {OUT: output}

@@ -76,10 +76,13 @@ def join(
                     summed[name] = _sum(of_ranks)
         attributes = hdf5.attributes(files[0])
         conversions = [hdf5.document_if_there(file, hdf5.CONVERSION) for file in files]
+        places = hdf5.document_if_there(files[0], hdf5.PLACES)
     several = {name: count for name, count in copies.items() if count > 1}
     documents = {hdf5.RANKS: {"count": len(parts), "copies": several, "differ": differ}}
     if conversions[0]:
         documents[hdf5.CONVERSION] = _converted(conversions)
+    if places:
+        documents[hdf5.PLACES] = places
     if graphs:
         documents[hdf5.COMPILED] = _traced(graphs)
     groups = {"port": joined} | ({"summed": summed} if summed else {})

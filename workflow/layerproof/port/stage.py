@@ -15,7 +15,7 @@ from layerproof.port import compiled, shards
 from layerproof.port.contract import Taps
 from layerproof.port.prepare import StageRun, prepare_stage
 from layerproof.port.runner import Runner
-from layerproof.taps import OUT, in_order
+from layerproof.taps import OUT, forward_place, in_order, locating
 from layerproof.tensors import hdf5
 
 COMPILER_FILES = Path(".layerproof/neuron").absolute()  # before a port changes the directory
@@ -44,9 +44,14 @@ def make_stage(
     """
     compilations = _compilations()
     ready = prepare_stage(StageRun.on_device(runner, stage, description, stage_input))
-    documents = {hdf5.CONVERSION: ready.conversion}
+    documents: dict[str, Any] = {hdf5.CONVERSION: ready.conversion}
     with torch.no_grad():
-        plain, tapped = (_on_host(ready.forward(with_taps)) for with_taps in (False, True))
+        plain = _on_host(ready.forward(with_taps=False))
+        with locating() as places:
+            tapped = _on_host(ready.forward(with_taps=True))
+        if runner.port and (place := forward_place(ready.module)):
+            places.setdefault(OUT, place)
+        documents[hdf5.PLACES] = {name: place.as_json() for name, place in places.items()}
         change = _check_taps(stage, plain, tapped, lambda: _on_host(ready.forward(with_taps=False)))
         if trace := _trace(runner, output):
             shipped = ready.to_compile()
@@ -55,6 +60,7 @@ def make_stage(
             change = _check_taps(stage, plain, tapped, lambda: _on_host(shipped.compiled(trace, with_taps=False)))
             documents[hdf5.COMPILED] = compiled.describe(shipped, tapped | plain, eager)
     facts = {"device": runner.environment.hardware, "kind": ready.signature, "taps_change_output": change}
+    facts |= {"backend": runner.settings.port.backend}
     _write(runner, output, tapped | plain, {"stage": stage, **facts}, documents)
     return {**facts, "compilations": _compilations() - compilations}
 

@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 
-WEIGHTS, TAPS, CONVERSION, COMPILED, RANKS = "held", "taps", "conversion", "compiled", "ranks"
+WEIGHTS, TAPS, CONVERSION, PLACES, COMPILED, RANKS = "held", "taps", "conversion", "places", "compiled", "ranks"
 """Names of JSON documents in files.
 
 WEIGHTS and TAPS are in a golden's file: dtypes and shapes of the weights in memory, and the taps in order, each with
-those that feed it. The others are in a port's file: how its weights
-were converted, what compiling changed, and how its ranks differ.
+those that feed it. The others are in a port's file: how its weights were converted, which function of its code hands
+each tap over, what compiling changed, and how its ranks differ.
 """
 
 
