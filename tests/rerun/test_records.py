@@ -3,9 +3,11 @@
 import json
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
+from layerproof.errors import UserError
 from layerproof.files import sha256
 from layerproof.rerun import recorder
 from layerproof.rerun.records import Record, described
@@ -18,6 +20,14 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "STARTED", time.time() + 3600)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return RecordedJob(tmp_path)
+
+
+def test_a_record_that_json_cannot_hold_is_an_error_of_one_line(job, tmp_path):
+    settings = {"port": {"options": {"dtype": object()}}}
+    record = replace(job.record, job=replace(JOB, settings=settings))
+    with pytest.raises(UserError, match=r"record\.json: cannot be written \(.*not JSON serializable"):
+        record.write(tmp_path / "record.json")
+    assert not (tmp_path / "record.json").exists()
 
 
 def test_round_trip(job):

@@ -17,6 +17,8 @@ from layerproof.taps import OUT, in_order
 from layerproof.tensors import hdf5, pruning
 
 SCHEMA_VERSION = 1
+OF_RUN = ("golden", "port", "whole", "files", "kept", "machines")
+"""What of the prediction of a run is part of its audit."""
 SMALL = 0.01
 """Wider parameters, such as a router's bias, get only a note if they add at most this share of a stage's bytes."""
 LARGEST_CHANGE = 2**-6
@@ -70,8 +72,17 @@ def audit(
         for stage, description in descriptions.items()
         for predicted in [prediction["stages"].get(stage)]
     }
-    run = {key: prediction[key] for key in ("golden", "port", "whole", "files", "kept", "machines")}
-    return {"schema_version": SCHEMA_VERSION, "stages": stages, "run": run}
+    run = {key: prediction[key] for key in OF_RUN}
+    warning = prediction.get("error")
+    warnings = [f"the memory of the jobs could not be predicted: {warning}"] if warning else []
+    return {"schema_version": SCHEMA_VERSION, "warnings": warnings, "stages": stages, "run": run}
+
+
+def unknown(why: str) -> dict[str, Any]:
+    """Returns the content of results/audit.json for a run that could not be audited."""
+    warnings = [f"what became of the weights is not known, because the audit failed: {why}"]
+    run = {**dict.fromkeys(OF_RUN), "machines": []}
+    return {"schema_version": SCHEMA_VERSION, "warnings": warnings, "stages": {}, "run": run}
 
 
 def audit_stage(description: Description, golden_file: Path, port_file: Path, port_dtype: str) -> dict[str, Any]:

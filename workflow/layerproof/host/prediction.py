@@ -143,6 +143,12 @@ def predict(
     return prediction | {"machines": machines(prediction)}
 
 
+def unknown(why: str) -> dict[str, Any]:
+    """The prediction of a run whose memory could not be predicted: every number is None, and `error` says why."""
+    numbers = ("golden", "port", "weights", "whole", "files", "kept", "forced")
+    return {"schema_version": SCHEMA_VERSION, "error": why, "stages": {}, **dict.fromkeys(numbers), "machines": []}
+
+
 def _is_tied(descriptions: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether the model's head is its embedding, which the full model stores only once."""
     embed, head = (set(descriptions.get(stage, {}).get("tensors", ())) for stage in (EMBED, LM_HEAD))

@@ -336,7 +336,7 @@ def _not_predicted(available: int) -> Check:
     return Check(
         "memory",
         OK,
-        f"{size(available)} available; nothing to compare it with, because results/prediction.json does not exist",
+        f"{size(available)} available; nothing to compare it with, because results/prediction.json has no numbers",
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerproof.errors import UserError
+from layerproof.failures import as_stage_error
 from layerproof.files import read_json, write_json
 from layerproof.rerun.command import Verbs, add_job_verb, only_job, run_tasks, task
 
@@ -45,19 +47,27 @@ def predict(args: argparse.Namespace) -> None:
         descriptions = {path.stem: read_json(path) for path in args.weights}
         stages = job.arguments["compared"], job.arguments["before"], job.arguments["chains"]
         prompts = Tokens.read(args.tokens)
-        write_json(output, prediction.predict(job.checkpoint, descriptions, prompts, job.config, *stages))
+        try:
+            content = prediction.predict(job.checkpoint, descriptions, prompts, job.config, *stages)
+        except UserError:
+            raise
+        except Exception as error:  # the run can do without it
+            traceback.print_exc()
+            content = prediction.unknown(str(as_stage_error(error)))
+        write_json(output, content)
 
     run_tasks(args, [task(args, job, [*args.weights, args.tokens, args.config], work)])
 
 
 def _prediction(path: Path) -> Any:
-    """What results/prediction.json says; None if it does not exist.
+    """What results/prediction.json says; None if it does not exist, or could not predict anything.
 
     Raises:
         UserError: if it is damaged.
     """
     try:
-        return read_json(path) if path.exists() else None
+        content = read_json(path) if path.exists() else None
+        return None if content is None or content.get("error") else content
     except ValueError as error:
         raise UserError(f"{path}: is not JSON ({error}). Delete it and run again.") from None
 

@@ -6,25 +6,27 @@ from typing import Any
 
 from layerproof.files import size
 from layerproof.model.stages import layer_of, ranges
-from layerproof.report.words import counted
+from layerproof.report.words import counted, with_period
 
 
 def section(audit: Mapping[str, Any], pruned: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The content of results/audit.json for the report.
 
-    It has `rows` for the table of weights, `findings` and `notes` as sentences, what the `run` needs, and `machines`.
+    It has `rows` for the table of weights, `warnings`, `findings` and `notes` as sentences, what the `run` needs, and
+    `machines`.
     """
     run = audit["run"]
     return {
+        "warnings": [with_period(f"{warning[0].upper()}{warning[1:]}") for warning in audit["warnings"]],
         "rows": _rows(audit["stages"]),
         "findings": _sentences(audit["stages"], notes=False),
         "notes": _sentences(audit["stages"], notes=True),
         "run": {
-            "Golden, largest stage": size(run["golden"]),
-            "Golden, full model in one process": size(run["whole"]),
-            "Port, largest stage": size(run["port"]),
-            "Tensors of this run in results/": size(run["files"]),
-            "Kept of these with compare.taps: auto, if all stages pass": size(run["kept"]),
+            "Golden, largest stage": _size(run["golden"]),
+            "Golden, full model in one process": _size(run["whole"]),
+            "Port, largest stage": _size(run["port"]),
+            "Tensors of this run in results/": _size(run["files"]),
+            "Kept of these with compare.taps: auto, if all stages pass": _size(run["kept"]),
             **_freed([one for stage in pruned for one in stage["files"].values()]),
         },
         "machines": run["machines"],
@@ -36,13 +38,17 @@ def lines(section: Mapping[str, Any]) -> Iterator[str]:
     for row in section["rows"]:
         weights = f"{row['disk']} on disk; {row['golden']} in the golden; {row['port']} in the port"
         yield f"{row['stages']}: {weights}; golden job {row['golden_job']}, port job {row['port_job']}, files {row['files']}"
-    for part in ("findings", "notes"):
+    for part in ("warnings", "findings", "notes"):
         yield from (f"{part[:-1]}: {sentence}" for sentence in section[part])
     yield from (f"{topic}: {text}" for topic, text in section["run"].items())
     for row in section["machines"]:
         stage, full = ("fits" if row[what] else "does not fit" for what in ("stage", "whole"))
         devices = counted(row["devices"], "device")
         yield f"{row['machine']}, {row['side']}: a stage {stage}; the full model {full} (it needs {devices})"
+
+
+def _size(count: float | None) -> str:
+    return "not known" if count is None else size(count)
 
 
 def _freed(files: Sequence[Mapping[str, int]]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from layerproof.digests import sha256, sha256_of_new
+from layerproof.errors import UserError
 from layerproof.files import read_json, write_json
 from layerproof.rerun import fingerprint
 from layerproof.rerun.job import Job
@@ -32,7 +33,18 @@ class Record:
     run: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        write_json(path, {"schema_version": SCHEMA_VERSION, **asdict(self)})
+        """Writes the record as JSON.
+
+        Raises:
+            UserError: if it holds a value that JSON has not, such as one that a library put into the job's settings.
+        """
+        try:
+            write_json(path, {"schema_version": SCHEMA_VERSION, **asdict(self)})
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{path}: cannot be written ({error}). Something that {self.job.name} ran changed the job's settings: "
+                "give it a copy of them."
+            ) from None
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
@@ -52,6 +64,27 @@ class Record:
             return cls(job=Job(**content["job"]), **fields)
         except (KeyError, TypeError, AttributeError):
             return None
+
+
+def read_all(folder: Path) -> dict[str, Record]:
+    """All readable records in a folder such as results/records, by the names of their jobs."""
+    read = (
+        (str(path.relative_to(folder).with_suffix("")), Record.read(path)) for path in sorted(folder.rglob("*.json"))
+    )
+    return {name: record for name, record in read if record is not None}
+
+
+def behind(records: Mapping[str, Record], jobs: Iterable[str]) -> dict[str, Record]:
+    """The records of these jobs, and of every job whose output one of them read, in the order of `records`."""
+    makers = {output: name for name, record in records.items() for output in record.outputs}
+    found: set[str] = set()
+    waiting = list(jobs)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += [makers[path] for path in records[name].inputs if path in makers]
+    return {name: record for name, record in records.items() if name in found}
 
 
 def describe_output(path: Path) -> dict[str, Any]:
