@@ -146,7 +146,7 @@ def test_files_that_come_with_layerproof_are_found_from_everywhere(monkeypatch, 
     assert settings.model.checkpoint == str(REPOSITORY / SHIPPED["model"]["checkpoint"])
     assert settings.port.module == str(REPOSITORY / SHIPPED["port"]["module"])
     (tmp_path / SHIPPED["port"]["module"]).parent.mkdir(parents=True)
-    (tmp_path / SHIPPED["port"]["module"]).touch()
+    shutil.copy(REPOSITORY / SHIPPED["port"]["module"], tmp_path / SHIPPED["port"]["module"])
     assert resolve(raw).settings.port.module == SHIPPED["port"]["module"], "the user's own file goes first"
 
 

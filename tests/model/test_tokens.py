@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from layerproof.errors import UserError
 from layerproof.model import tiny
-from layerproof.model.tokens import Tokens, make, pad, read_prompts, read_token_ids
+from layerproof.model.inputs import read_prompts, read_token_ids
+from layerproof.model.tokens import Tokens, make, pad
 
 TEXT = "The golden key lay on the table.\nAlice looked at it.\n\nIt was very small, and the door was smaller still."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from layerproof.config import Config, Golden, Inputs, Port, changed, validate
 from layerproof.errors import UserError
 from layerproof.model import captured, checkpoint, stages
+from layerproof.model.inputs import read_prompts, read_token_ids, vocabulary_of
 from layerproof.paths import shipped
 from layerproof.taps import SHAPES
 
@@ -58,6 +60,7 @@ def resolve(raw: Mapping[str, Any]) -> Run:
             f"config.yaml: model.checkpoint: {directory} is quantized by {method}, which is not supported. "
             "Name a checkpoint in bf16 or fp8."
         )
+    _read_inputs(settings.inputs, described)
     num_layers = checkpoint.num_layers(described)
     checkpoint.shards(directory)
     written = str(settings.layers)
@@ -129,6 +132,13 @@ def _check_inputs(inputs: Inputs) -> None:
             raise UserError(f"config.yaml: inputs.{key}: {name} does not exist. Name an existing file.")
 
 
+def _read_inputs(inputs: Inputs, config: Mapping[str, Any]) -> None:
+    if inputs.prompts is not None:
+        read_prompts(Path(inputs.prompts))
+    if inputs.token_ids is not None:
+        read_token_ids(Path(inputs.token_ids), vocabulary_of(config))
+
+
 def _check_port(port: Port, tp: int) -> None:
     if tp > 1 and port.backend == "transformers":
         raise UserError(
@@ -152,6 +162,8 @@ def _check_port(port: Port, tp: int) -> None:
         )
     if port.backend != "transformers":
         _check_module(port.module)
+    if port.backend != "transformers" and port.module.endswith(".py"):
+        _check_source(Path(port.module), ("build", "convert") if port.backend == "xla" else ())
 
 
 def _check_module(name: str) -> None:
@@ -163,6 +175,36 @@ def _check_module(name: str) -> None:
         raise UserError(
             f"config.yaml: port.module: {name} is not a Python file. Name a Python file or a dotted module."
         )
+
+
+def _check_source(path: Path, functions: Sequence[str]) -> None:
+    """Checks the syntax of a port's file, and that it can have the functions of a port, without importing it."""
+    try:
+        tree = ast.parse(path.read_bytes(), path.name)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}). Correct port.module.") from None
+    except (SyntaxError, ValueError) as error:
+        line = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) and error.lineno else str(error)
+        raise UserError(f"{path}: {line}. Correct the port's file.") from None
+    for function in functions:
+        if not _may_define(tree, function):
+            raise UserError(f"{path}: the function {function} is missing. docs/ports.md says what a port defines.")
+
+
+def _may_define(tree: ast.Module, name: str) -> bool:
+    """Whether importing a module may bind a name: by a definition, an assignment, an import, or in a way that only running
+    it shows.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found = node.name in (name, "__getattr__")
+        elif isinstance(node, ast.alias):
+            found = name == (node.asname or node.name) or node.name == "*"
+        else:
+            found = isinstance(node, ast.Name) and node.id in (name, "globals", "setattr", "exec")
+        if found:
+            return True
+    return False
 
 
 def _check_own_taps(golden: Golden) -> None:

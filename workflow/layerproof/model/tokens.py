@@ -11,6 +11,7 @@ import numpy as np
 
 from layerproof.errors import UserError, first_line
 from layerproof.files import read_json, write_json
+from layerproof.model.inputs import read_prompts, read_token_ids, vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -42,43 +43,6 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Tokens:
     return Tokens(ids, valid)
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Reads one prompt per paragraph: empty lines separate prompts, and line breaks inside a prompt stay.
-
-    Raises:
-        UserError: if the file cannot be read as UTF-8 or contains no prompt.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as text ({error}). inputs.prompts must name a UTF-8 file.") from None
-    prompts = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
-    if not prompts:
-        raise UserError(f"{path}: contains no prompt. Write at least one, and separate prompts by empty lines.")
-    return prompts
-
-
-def read_token_ids(path: Path, vocabulary: int) -> list[list[int]]:
-    """Reads token ids from a JSON file: a list of lists of integers.
-
-    Raises:
-        UserError: if the file contains anything else, or an id is outside the vocabulary.
-    """
-    try:
-        rows = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: cannot be read as JSON ({error}). inputs.token_ids must name a file with [[1, 2, 3], ...]."
-        ) from None
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
-        raise UserError(f"{path}: is not a list of lists of token ids. Write [[1, 2, 3], [4, 5]].")
-    for number, row in enumerate(rows):
-        for value in row:
-            if type(value) is not int or not 0 <= value < vocabulary:
-                raise UserError(f"{path}: row {number} contains {value!r}. Write integers from 0 to {vocabulary - 1}.")
-    return rows
-
-
 def make(
     output: Path,
     directory: Path,
@@ -93,7 +57,7 @@ def make(
     Raises:
         UserError: if the input is unusable or the checkpoint has no tokenizer.
     """
-    vocabulary = (config.get("text_config") or config).get("vocab_size") or config["vocab_size"]
+    vocabulary = vocabulary_of(config)
     pad_id = config.get("pad_token_id")
     pad_id = pad_id if pad_id in range(vocabulary) else 0  # some configs have no pad token, or -1
     texts: list[str] = []
