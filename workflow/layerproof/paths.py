@@ -11,6 +11,8 @@ WORKFLOW = LIBRARY.parents[1] if (LIBRARY.parents[1] / "Snakefile").exists() els
 SNAKEFILE = WORKFLOW / "Snakefile"
 GLOSSARY = WORKFLOW / "docs/glossary.md"
 """The words of the report and the docs, each in a paragraph that begins with it in bold."""
+CAUSES = WORKFLOW / "docs/causes.md"
+"""What each known mistake is, how it happens, and what to check: a section for each name."""
 TINY_CHECKPOINT = "workflow/resources/tiny_minimax_m2"
 """The checkpoint that comes with Layerproof, as config.yaml names it."""
 
