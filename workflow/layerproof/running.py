@@ -1,0 +1,74 @@
+"""Who runs the workflow in a folder: each call notes its process, so that the lock of one that was killed can be told from
+the lock of one that is at work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from layerproof.files import read_json, write_json
+
+NOTES = Path(".layerproof/running")
+"""A note for each call of snakemake in this folder that has not ended, or that was killed."""
+LOCKS = Path(".snakemake/locks")
+"""Where Snakemake keeps the lock of a folder: a file for what a run reads, and one for what it writes."""
+CLOCK_S = 1.0
+"""How far apart the start of a process may be by two readings of the same clock."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that runs the workflow. `started` is in seconds since 1970, as the kernel has it."""
+
+    host: str
+    process: int
+    started: float
+
+    def is_here(self) -> bool:
+        return self.host == platform.node()
+
+    def is_alive(self) -> bool:
+        """Whether the process is still the one that wrote the note; another may have its number by now."""
+        with contextlib.suppress(psutil.Error):
+            return abs(psutil.Process(self.process).create_time() - self.started) < CLOCK_S
+        return False
+
+    def described(self) -> str:
+        return (
+            f"process {self.process} on {self.host}, started {datetime.fromtimestamp(self.started):%Y-%m-%d %H:%M:%S}"
+        )
+
+
+def note_this_process() -> None:
+    """Notes that this process runs the workflow in this folder, until it ends."""
+    own = Owner(platform.node(), os.getpid(), psutil.Process().create_time())
+    path = NOTES / f"{own.host}-{own.process}.json"
+    write_json(path, asdict(own))
+    atexit.register(path.unlink, missing_ok=True)
+
+
+def owners() -> Iterator[tuple[Path, Owner]]:
+    """Yields the notes that can be read."""
+    for path in sorted(NOTES.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            yield path, Owner(**read_json(path))
+
+
+def is_locked() -> bool:
+    return any(LOCKS.glob("*.lock"))
+
+
+def forget_killed() -> None:
+    """Removes the notes of processes of this host that have ended."""
+    for path, owner in owners():
+        if owner.is_here() and not owner.is_alive():
+            path.unlink(missing_ok=True)
