@@ -6,6 +6,7 @@
 # make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
 # make lower-bounds   passes the fast tests with the oldest versions that pyproject.toml allows
 # make same BASE=COMMIT   lists every file of results/ in which the default run differs from that of another commit
+# make report-cases   runs five cases and takes pictures of their reports (ten minutes)
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
 # PYTHON=...    the Python to set up with, in place of the one that requirements/find-python.sh finds
 
@@ -13,10 +14,10 @@ VENV := .venv
 CORES ?= all
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test check fast lower-bounds lint types style same bugs bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report test check fast lower-bounds lint types style same bugs report-cases bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
-	layerproof run --cores $(CORES)
+	layerproof run --exit-zero --cores $(CORES)
 
 test: setup-dev lint
 	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder
@@ -34,6 +35,9 @@ lower-bounds: $(VENV)/bin/uv
 
 same: setup-dev
 	python tests/same.py $(BASE)
+
+report-cases: setup-dev
+	python tests/report_cases.py
 
 bugs: setup-dev
 	python tests/bugs/run.py

@@ -39,6 +39,14 @@ onstart:
     snakemake_logger.addHandler(KeepDigests())
 
 
+onerror:
+    set_aside_earlier_verdict()
+
+
+onsuccess:
+    shutil.rmtree(summary.SET_ASIDE, ignore_errors=True)
+
+
 rule all:
     """The report and the audit trail behind it."""
     default_target: True

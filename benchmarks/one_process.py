@@ -20,7 +20,7 @@ from layerproof.measure.rule import LIMIT
 from layerproof.model import checkpoint, loading, tokens
 from layerproof.model.resolve import resolve
 from layerproof.model.stages import all_stages, previous_stage
-from layerproof.paths import GLOSSARY
+from layerproof.paths import CAUSES, GLOSSARY
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
 from layerproof.report import page, plots, verdicts
@@ -58,8 +58,9 @@ def main(directory: Path) -> None:
     audited = audit.audit(descriptions, files["golden"], files["port"], predicted, settings.port.dtype)
     diagnoses = [undiagnosed(stage) for stage in stages]
     verdict = verdicts.collect(comparisons, [], diagnoses)
-    shown = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, [], [])
-    write_text(results / "report.html", page.render(page.TEMPLATE, GLOSSARY, *shown, settings, software({})))
+    made = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, [], [])
+    run = page.Inputs(*made, settings, software({}), GLOSSARY, CAUSES, results)
+    write_text(results / "report.html", page.render(page.TEMPLATE, run))
 
 
 if __name__ == "__main__":

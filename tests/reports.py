@@ -1,11 +1,14 @@
 """Comparisons, chains and verdicts as a run leaves them, made of small random tensors."""
 
+from pathlib import Path
+
 import numpy as np
 
 from configs import config_with
 from layerproof.diagnose.result import undiagnosed
 from layerproof.measure.metrics import judge
-from layerproof.report import verdicts
+from layerproof.paths import CAUSES, GLOSSARY
+from layerproof.report import page, verdicts
 from layerproof.tensors.tensor import Tensor
 
 LIMIT = 1.5
@@ -106,23 +109,31 @@ def diagnosis(stage, *culprits, reason=None):
                 "tap": tap,
                 "forced": True,
                 "R": 40.0,
+                "excess": 26.7,
                 "at": None,
                 "cause": text and cause(text),
                 "nearest": None
                 if text
-                else {"name": "rope_sign", "text": "rotated q in the opposite direction", "R_explained": 19.9},
+                else {
+                    "name": "rope_sign",
+                    "text": "rotated q in the opposite direction",
+                    "R_explained": 19.9,
+                    "excess": 13.3,
+                },
                 "tried": 20,
                 "findings": [] if text else ["Only head 1 of 8 is wrong."],
             }
             for tap, text in culprits
         ],
-        "together": {"causes": ["router_softmax"], "R_explained": 0.97, "explains": True} if culprits else None,
+        "together": {"causes": ["router_softmax"], "R_explained": 0.97, "excess": 0.65, "explains": True}
+        if culprits
+        else None,
     }
 
 
 def cause(text, name="router_softmax"):
-    runner_up = {"name": "router_no_activation", "text": "no sigmoid", "R_explained": 41.0}
-    return {"name": name, "text": text, "R_explained": 1.02, "runner_up": runner_up}
+    runner_up = {"name": "router_no_activation", "text": "no sigmoid", "R_explained": 41.0, "excess": 27.3}
+    return {"name": name, "text": text, "R_explained": 1.02, "excess": 0.68, "runner_up": runner_up}
 
 
 def good():
@@ -161,7 +172,7 @@ def audit(comparisons, *findings):
         "files": 2_500_000_000,
         "kept": 250_000_000,
     }
-    return {"schema_version": 1, "stages": stages, "run": {**totals, "machines": [machine]}}
+    return {"schema_version": 1, "warnings": [], "stages": stages, "run": {**totals, "machines": [machine]}}
 
 
 def preflights():
@@ -177,3 +188,25 @@ def preflights():
         "port": {"Python": "3.12.11", "neuronx-cc": "2.24"},
     }
     return [{"schema_version": 1, "side": side, "software": software[side], **host} for side in ("golden", "port")]
+
+
+def page_inputs(
+    comparisons, chains=(), plots=None, unused=(), diagnoses=(), findings=(), pruned=(), results=None, **config
+):
+    """What a report of this run is made of."""
+    return page.Inputs(
+        verdicts=collect(comparisons, chains, diagnoses),
+        comparisons=comparisons,
+        chains=chains,
+        diagnoses=diagnoses,
+        plots=plots or {},
+        unused=unused,
+        audit=audit(comparisons, *findings),
+        pruned=[{"files": files} for files in pruned],
+        preflights=preflights(),
+        config=config_with(**CONFIG | config),
+        software={"Python": "3.12.11"},
+        glossary=GLOSSARY,
+        causes=CAUSES,
+        results=results or Path("results"),
+    )

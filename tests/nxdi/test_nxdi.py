@@ -112,9 +112,9 @@ def test_fused_projections_come_apart_into_their_taps(qwen, tmp_path):
 @pytest.mark.parametrize(
     ("mistake", "first", "reason"),
     [
-        ("softmax", "router.scores", "above the limit"),
+        ("softmax", "router.scores", "times what is allowed"),
         ("never called", "attn.q_norm", "does not hand over"),
-        ("no bias", "router.selection", "above the limit"),
+        ("no bias", "router.selection", "times what is allowed"),
     ],
 )
 def test_a_mistake_shows_at_its_tap(minimax, mistake, first, reason, tmp_path):

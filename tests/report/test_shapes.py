@@ -25,7 +25,7 @@ def strict(monkeypatch):
 @pytest.mark.parametrize("run", [reports.good, reports.bad])
 def test_verdicts_have_their_shape(run, strict):
     verdicts = reports.collect(*run())
-    assert verdicts["schema_version"] == 2
+    assert verdicts["schema_version"] == 3
     TypeAdapter(shapes.Verdicts).validate_python(verdicts)
     verdicts["stages"]["embed"]["more"] = 1
     with pytest.raises(ValidationError):

@@ -1,18 +1,13 @@
-"""Every comparison to one verdict, the form that programs rely on, and the exit code of the gate."""
+"""Every comparison to one verdict, and the form that programs rely on."""
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import jsonschema
 import pytest
 
 import reports
-from configs import REPOSITORY
-from layerproof.errors import UserError
-from layerproof.report.verdicts import collect, gate
+from layerproof.report.verdicts import collect
 
 NUMBER = {"type": ["number", "null"]}
 TEXT = {"type": ["string", "null"]}
@@ -44,7 +39,8 @@ CAUSE = exactly(
         "name": {"type": "string"},
         "text": {"type": "string"},
         "R_explained": NUMBER,
-        "runner_up": optional(exactly({"name": {"type": "string"}, "R_explained": NUMBER})),
+        "excess": NUMBER,
+        "runner_up": optional(exactly({"name": {"type": "string"}, "R_explained": NUMBER, "excess": NUMBER})),
         "estimate": {"type": ["object", "null"]},
     }
 )
@@ -64,10 +60,27 @@ STAGE = exactly(
     }
 )
 CHAIN = exactly({"status": STATUS, "first_wrong": TEXT, "logits": {"type": ["object", "null"]}})
+TEXTS = {"type": "array", "items": {"type": "string"}}
+PLACE = exactly({"file": {"type": "string"}, "function": {"type": "string"}})
+FAILURE = exactly(
+    {
+        "status": STATUS,
+        "stages": TEXTS,
+        "tap": TEXT,
+        "excess": NUMBER,
+        "cause": TEXT,
+        "text": {"type": "string"},
+        "help": TEXTS,
+        "place": optional(PLACE),
+    }
+)
 SCHEMA = exactly(
     {
-        "schema_version": {"const": 2},
+        "schema_version": {"const": 3},
         "overall": {"enum": ["pass", "fail", "error"]},
+        "headline": {"type": "string"},
+        "details": TEXTS,
+        "failures": {"type": "array", "items": FAILURE},
         "first_culprit": optional(exactly({"stage": {"type": "string"}, **CULPRIT})),
         "stages": by_name(STAGE),
         "chains": by_name(CHAIN),
@@ -77,7 +90,7 @@ SCHEMA = exactly(
 
 
 def tap(status="pass", **more):
-    return {"status": status, "reason": None if status == "pass" else "why", "R": 1.0, **more}
+    return {"status": status, "reason": None if status == "pass" else "why", "R": 1.0, "excess": None, **more}
 
 
 def comparison(stage, status="pass", taps=None):
@@ -97,7 +110,7 @@ def chain(name="0-1", status="pass", **stages):
 
 
 def chained(R=1.4, role="transmits"):
-    return {"status": "pass", "R": R, "gain": 1.1, "role": role, "local_error": 0.1}
+    return {"status": "pass", "R": R, "gain": 1.1, "role": role, "local_error": 0.1, "reason": None}
 
 
 def checked(comparisons, chains=(), diagnoses=()):
@@ -142,7 +155,8 @@ def test_culprit_is_the_first_failing_tap_of_the_first_failing_stage():
 
 
 def test_culprit_is_what_the_diagnosis_found_wrong_of_itself():
-    failing = [comparison("layer_001", "fail", {"attn.q": tap("fail"), "out": tap("fail")}), comparison("layer_002")]
+    taps = {"input_norm": tap(), "attn.q": tap("fail"), "out": tap("fail")}
+    failing = [comparison("layer_001", "fail", taps), comparison("layer_002")]
     found = reports.diagnosis("layer_001", ("input_norm", "no weight"), ("out", None))
     verdicts = checked(failing, diagnoses=[found, reports.diagnosis("layer_002")])
     first = {"tap": "input_norm", "cause": "router_softmax", "rank": None}
@@ -219,60 +233,3 @@ def test_chained_stage_that_failed_has_no_numbers():
     broken = {"status": "error", "reason": "x", "local_error": None, "gain": None, "role": None}
     entry = checked([comparison("layer_000")], [chain(status="error", layer_000=broken)])["stages"]["layer_000"]
     assert entry["chained"] == {"R": None, "gain": None, "role": None}
-
-
-def run_gate(path):
-    return subprocess.run(
-        [sys.executable, "-m", "layerproof", "gate", str(path)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow")},
-        capture_output=True,
-        text=True,
-    )
-
-
-@pytest.mark.parametrize(("status", "code"), [("pass", 0), ("fail", 1), ("error", 2), ("missing", 2)])
-def test_gate(tmp_path, status, code):
-    path = tmp_path / "verdicts.json"
-    path.write_text(json.dumps(collect([comparison("layer_003", status)], [], [])))
-    outcome = run_gate(path)
-    assert outcome.returncode == code and not outcome.stderr
-    line = f"{path}: {'error' if code == 2 else status}"
-    assert outcome.stdout == line + (", first culprit layer_003 out" if status == "fail" else "") + " (layer_003)\n"
-
-
-def test_a_captured_chain_that_goes_wrong_fails_the_gate(tmp_path):
-    wrong = chain("captured", "fail", layer_003=chained()) | {"first_wrong": "layer_003"}
-    path = tmp_path / "verdicts.json"
-    path.write_text(json.dumps(collect([comparison("layer_003")], [wrong, chain("all")], [])))
-    outcome = run_gate(path)
-    assert outcome.returncode == 1 and outcome.stdout == f"{path}: fail, chain captured from layer_003 (layer_003)\n"
-
-
-BAD = {
-    "not there": None,
-    "empty": "",
-    "cut": '{"schema_version": 2, "overall": "pa',
-    "binary": b"\x89HDF\xff",
-    "list": "[]",
-    "other schema": '{"schema_version": 1, "overall": "pass", "first_culprit": null, "stages": {}, "chains": {}}',
-    "no schema": '{"overall": "pass", "first_culprit": null, "stages": {}, "chains": {}}',
-    "no overall": '{"schema_version": 2, "first_culprit": null, "stages": {}, "chains": {}}',
-    "unknown overall": '{"schema_version": 2, "overall": "fine", "first_culprit": null, "stages": {}, "chains": {}}',
-}
-
-
-@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
-def test_gate_with_a_bad_file_raises_a_line_that_names_it(tmp_path, content):
-    path = tmp_path / "verdicts.json"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError) as caught:
-        gate(path)
-    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
-    assert "Run snakemake again" in str(caught.value)
-
-
-def test_gate_with_a_bad_file_exits_with_2(tmp_path):
-    outcome = run_gate(tmp_path / "verdicts.json")
-    assert outcome.returncode == 2 and not outcome.stdout
-    assert outcome.stderr.startswith(f"error: {tmp_path}") and outcome.stderr.count("\n") == 1

@@ -413,7 +413,7 @@ VERBS = [
     ("audit", ("weights", "golden", "port", "prediction"), {}),
     ("prune", ("comparison", "diagnosis", "golden", "port"), {}),
     ("verdicts", ("comparisons",), {}),
-    ("report", ("template", "glossary", "verdicts", "unused", "audit", "comparisons"), {}),
+    ("report", ("templates", "glossary", "causes", "verdicts", "unused", "audit", "comparisons"), {}),
 ]
 
 

@@ -115,9 +115,9 @@ class Workflow:
             process = subprocess.run(self.command(*arguments, target=target), **self.options(warm_jobs=not self.cold))
             after = self._state()
         if check and process.returncode:
-            raise AssertionError(process.stdout + self._logs())
+            raise AssertionError(process.stdout + self._snakemakes_log() + self._logs())
         made = frozenset(name for name, state in after.items() if before.get(name) != state)
-        started = sum(line.startswith("Finished jobid:") for line in process.stdout.splitlines())
+        started = sum(line.startswith("Finished jobid:") for line in self._snakemakes_log().splitlines())
         return Run(made, started, process.stdout, process.returncode)
 
     def start(self, command: list[str] | None = None, warm_jobs: bool = False, **options) -> subprocess.Popen:
@@ -165,6 +165,11 @@ class Workflow:
             for path in self.results.rglob("*")
             if path.is_file() and not (name := str(path.relative_to(self.results))).startswith(JOURNALS)
         }
+
+    def _snakemakes_log(self) -> str:
+        """All that Snakemake said of its last call; nothing of a dry run, which leaves no log."""
+        logs = sorted((self.directory / ".snakemake/log").glob("*.log"))
+        return logs[-1].read_text() if logs else ""
 
     def _logs(self) -> str:
         return "".join(f"\n== {path}\n{path.read_text()[-2000:]}" for path in self.results.glob("logs/**/*.log"))

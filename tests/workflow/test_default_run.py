@@ -24,8 +24,16 @@ STAGES = ["embed", *(f"layer_{layer:03d}" for layer in range(6)), "norm", "lm_he
 def workflow(tmp_path_factory):
     workflow = Workflow(tmp_path_factory.mktemp("default"), chains=["all", "2-4"])
     workflow.cold, workflow.quick = True, False
-    workflow.run(target="all")
+    workflow.said = workflow.run(target="all").text.splitlines()
     return workflow
+
+
+def test_its_terminal_ends_with_the_verdict(workflow):
+    assert len(workflow.said) <= 60
+    headline, report, command = workflow.said[-3:]
+    assert headline.startswith("PASS: The port passes: all 9 stages and 111 taps agree with the golden")
+    assert report == "Report: results/report.html" and command.startswith("Next: ")
+    assert [line.split()[2] for line in workflow.said if " pass " in line] == STAGES
 
 
 def test_its_jobs_start_warm(workflow):

@@ -32,12 +32,12 @@ rule done:
 """
 
 
-def run(*command, cwd, **variables):
+def run(*command, cwd, code=0, **variables):
     env = environment() | {"PATH": f"{BIN}:{os.environ['PATH']}", VARIABLE: warm.server()} | variables
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == code, done.stdout
     return done.stdout
 
 
@@ -77,7 +77,9 @@ def test_jobs_have_the_python_of_layerproof_where_its_environment_is_not_activat
 def test_a_port_to_fill_in_ends_as_an_error_that_names_what_is_missing(folder):
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("backend: transformers", "module: port.py"))
-    run("layerproof", "run", "results/compare/layer_000.json", "results/compare/embed.json", cwd=folder)
+    files = "results/compare/layer_000.json", "results/compare/embed.json"
+    said = run("layerproof", "run", *files, cwd=folder, code=2)
+    assert "ERROR: layer_000: error, port.py has no layer yet. Write class Layer" in said and "PASS: embed" in said
     assert "port.py has no layer yet. Write class Layer." in (folder / "results/compare/layer_000.json").read_text()
     assert '"status": "pass"' in (folder / "results/compare/embed.json").read_text()
 

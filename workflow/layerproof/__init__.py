@@ -3,7 +3,7 @@
 The packages, in the order in which data flows. None imports one further down:
 
     the ground floor    errors, files, known_errors, environment, devices, failures, digests, threads, paths, shapes, taps,
-                        config
+                        wording, running, config
     warm                jobs start from a process that has imported the large packages
     tensors             the tensor type, and the HDF5 files that hold tensors
     rerun               which code a job ran, its record, and whether it must run again
@@ -14,7 +14,8 @@ The packages, in the order in which data flows. None imports one further down:
     compare             port against golden: taps, chains, ranks, weights
     host                what jobs will take, and whether this host has it
     diagnose            why a stage fails
-    report              verdicts, plots, the page, the manifest
+    report              verdicts, the gate, plots, the page, the manifest
+    terminal            a run's progress, and its last words: the verdict
     project             Layerproof in a folder of one's own: init, run, why, snakefile
     cli                 the command line, from the `verbs` of each package
 """

@@ -513,6 +513,21 @@ def selected(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+def values_now(
+    recorded: Mapping[str, Any], settings: Mapping[str, Any], section: type[Section] = Config
+) -> dict[str, Any]:
+    """The settings that a job had, with the values that config.yaml gives them now. Of a section only the keys that the
+    job had count; any other mapping, such as `port.options`, counts whole.
+    """
+    inner = SECTIONS.get(section, {})
+    return {
+        key: values_now(value, settings[key], inner[key])
+        if key in inner and isinstance(settings.get(key), Mapping)
+        else settings.get(key)
+        for key, value in recorded.items()
+    }
+
+
 def loaded(values: Mapping[str, Any]) -> Config:
     """The settings of a job, from what `selected` gave. Reading a key that is not among them raises AttributeError."""
     return _loaded(Config, values)

@@ -7,12 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from layerproof import config
+from layerproof import config, running
 from layerproof.environment import package_versions
 from layerproof.errors import UserError
 from layerproof.model.resolve import resolve
@@ -22,6 +20,19 @@ from layerproof.rerun.job import RECORDS
 from layerproof.rerun.records import Record, why_stale
 
 REPORT = "results/report.html"
+NOT_A_RUN = {
+    "-n",
+    "--dry-run",
+    "--dryrun",
+    "--unlock",
+    "--lint",
+    "--list",
+    "--list-rules",
+    "--summary",
+    "--dag",
+    "--rulegraph",
+}
+"""Options of Snakemake with which it makes no file."""
 STARTER = WORKFLOW / "workflow/resources/init"
 """What `layerproof init` copies: config.yaml, port.py and prompts.txt."""
 
@@ -44,9 +55,11 @@ def add_verbs(verbs: Verbs) -> None:
         "Runs the workflow in this folder, up to results/report.html or to the files that you name. Options after -- go "
         "to snakemake: layerproof run -- --dry-run.",
         example="layerproof run results/compare/layer_003.json --cores 4",
-        exits="that of snakemake: 0 if every file was written, even if the port fails parity; 1 if a job failed",
+        exits="0 if the port passes; 1 if it fails; 2 if a stage could not be compared, a job failed, or you made a mistake",
     )
     verb.add_argument("targets", nargs="*", help="files to write, instead of results/report.html")
+    text = "exit with 0 whenever the comparison was finished, whatever the verdict"
+    verb.add_argument("--exit-zero", action="store_true", help=text)
     verb.add_argument("--cores", default="all", help="number of cores that jobs may use together (all: every core)")
     verb = add_person_verb(
         verbs,
@@ -81,25 +94,56 @@ def init(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from layerproof.terminal import summary
+
     rest = args.behind_dashes
     if not Path("config.yaml").exists() and not any(one.startswith("--configfile") for one in rest):
         raise UserError("config.yaml: does not exist in this directory. Write one with: layerproof init FOLDER")
-    command = [
-        sys.executable,
-        "-m",
-        "snakemake",
-        "--snakefile",
-        str(SNAKEFILE),
-        "--directory",
-        ".",
-        "--cores",
-        args.cores,
-    ]
+    _free_folder()
+    targets = args.targets or [REPORT]
+    code = _snakemake("--cores", args.cores, *rest, "--", *targets)
+    if code or NOT_A_RUN.intersection(rest):
+        return 2 if code else 0
+    outcome = summary.exit_code(summary.answer(targets).overall)
+    return 0 if args.exit_zero else outcome
+
+
+def _snakemake(*arguments: str) -> int:
+    """Calls snakemake in this folder and returns its exit code. Ctrl-C reaches it too, and it ends by itself."""
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE), "--directory", ".", *arguments]
     # Jobs run `python`: the one that runs this, also where its environment is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return subprocess.run(
-        [*command, *rest, "--", *(args.targets or [REPORT])], env={**os.environ, "PATH": path}
-    ).returncode
+    process = subprocess.Popen(command, env={**os.environ, "PATH": path})
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def _free_folder() -> None:
+    """Removes the lock of a run that was killed.
+
+    Raises:
+        UserError: if another run is at work in this folder, or nobody can tell whether one is.
+    """
+    if not running.is_locked():
+        return
+    owners = [owner for _, owner in running.owners()]
+    alive = [owner for owner in owners if owner.is_here() and owner.is_alive()]
+    if alive:
+        raise UserError(
+            f"another run works in this folder ({alive[0].described()}). Wait until it ends, or stop it: "
+            f"kill {alive[0].process}"
+        )
+    elsewhere = [owner for owner in owners if not owner.is_here()]
+    if elsewhere or not owners:
+        who = f"by {elsewhere[0].described()}" if elsewhere else "by a run that left no note"
+        raise UserError(f"this folder is locked {who}. If it no longer runs: layerproof run -- --unlock")
+    owner = min(owners, key=lambda one: one.started)  # later ones met its lock
+    print(f"The run before was killed ({owner.described()}). Its lock is removed, and this run goes on.", flush=True)
+    running.forget_killed()
+    shutil.rmtree(running.LOCKS)
 
 
 def why(args: argparse.Namespace) -> int:
@@ -108,7 +152,7 @@ def why(args: argparse.Namespace) -> int:
     installed = package_versions()
     now = replace(
         record.job,
-        settings=_values_now(record.job.settings, settings),
+        settings=config.values_now(record.job.settings, settings),
         versions={name: installed.get(name, version) for name, version in record.job.versions.items()},
     )
     reason = why_stale(record, now, map(Path, record.inputs), map(Path, record.outputs))
@@ -129,21 +173,6 @@ def _record_of(file: Path) -> Record:
     if file.exists():
         raise UserError(f"{file}: has no record. Snakemake writes it again when a file that it is made from is newer.")
     raise UserError(f"{file}: no job has written it. Run layerproof run {file}.")
-
-
-def _values_now(
-    recorded: Mapping[str, Any], settings: Mapping[str, Any], section: type[config.Section] = config.Config
-) -> dict[str, Any]:
-    """The settings that a job had, with the values that config.yaml gives them now. Of a section only the keys that the
-    job had count; any other mapping, such as `port.options`, counts whole.
-    """
-    inner = config.SECTIONS.get(section, {})
-    return {
-        key: _values_now(value, settings[key], inner[key])
-        if key in inner and isinstance(settings.get(key), Mapping)
-        else settings.get(key)
-        for key, value in recorded.items()
-    }
 
 
 def snakefile(args: argparse.Namespace) -> None:

@@ -61,16 +61,18 @@ class RunnerUp(TypedDict):
 
     name: str
     R_explained: float
+    excess: float | None
 
 
 class Cause(TypedDict):
-    """A known mistake that explains a tap. `estimate` holds what was measured of it, such as the value that the port
-    used.
+    """A known mistake that explains a tap: put into the golden, it leaves the port `excess` times too far off (None for
+    a tap of integers). `estimate` holds what was measured of it, such as the value that the port used.
     """
 
     name: str
     text: str
     R_explained: float
+    excess: float | None
     runner_up: RunnerUp | None
     estimate: dict[str, Any] | None
 
@@ -103,6 +105,22 @@ class StageVerdict(TypedDict):
     cause: Cause | None
 
 
+class Failure(TypedDict):
+    """Stages that do not pass and are alike. `excess` is the largest of theirs, and None where the failure has no number.
+    `cause` names a known mistake. `text` says in sentences what is wrong, and `help` what would show more. `place` is the
+    function that hands the tap over in the first of the stages, by `file` and `function`.
+    """
+
+    status: Status
+    stages: list[str]
+    tap: str | None
+    excess: float | None
+    cause: str | None
+    text: str
+    help: list[str]
+    place: dict[str, str] | None
+
+
 class ChainVerdict(TypedDict):
     """A chain in verdicts.json."""
 
@@ -112,10 +130,13 @@ class ChainVerdict(TypedDict):
 
 
 class Verdicts(TypedDict):
-    """results/verdicts.json, schema 2."""
+    """results/verdicts.json, schema 3. `headline` is the verdict in a sentence, and `details` are the sentences after it."""
 
     schema_version: int
     overall: Literal["pass", "fail", "error"]
+    headline: str
+    details: list[str]
+    failures: list[Failure]
     first_culprit: FirstCulprit | None
     stages: dict[str, StageVerdict]
     chains: dict[str, ChainVerdict]
@@ -154,6 +175,7 @@ class Culprit(TypedDict):
     tap: str
     forced: bool
     R: float | None
+    excess: float | None
     at: str | None
     cause: Cause | None
     nearest: dict[str, Any] | None

@@ -4,9 +4,12 @@ import functools
 import itertools
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+
+from snakemake.logging import logger as snakemake_logger
 
 RULES = Path(str(workflow.current_basedir)).resolve()
 # In a clone the library lies beside the rules; of the installed package the rules are a part.
@@ -14,15 +17,17 @@ LIBRARY = str(RULES.parent if (RULES.parent / "layerproof").is_dir() else RULES.
 if LIBRARY not in sys.path:
     sys.path.insert(0, LIBRARY)
 
+from layerproof import devices, running
 from layerproof.config import as_json, read, selected
 from layerproof.environment import package_versions
 from layerproof.errors import UserError
 from layerproof.host import containers
 from layerproof.model import captured, checkpoint, stages
 from layerproof.model.resolve import resolve
-from layerproof.paths import GLOSSARY, WORKFLOW
+from layerproof.paths import CAUSES, GLOSSARY, WORKFLOW
 from layerproof.rerun.job import RECORDS, Job
 from layerproof.rerun.planner import Planner
+from layerproof.terminal.progress import Plan
 
 
 def or_exit(function, *arguments):
@@ -52,12 +57,29 @@ EXPORTS_GOLDEN = CONFIG.golden.storage and not IMPORTS_GOLDEN
 CONTAINERS = {"golden": CONFIG.containers.golden, "port": CONFIG.containers.port, "cpu": CONFIG.containers.cpu}
 
 
+def sides_run_on():
+    """What each side runs on, as far as it is known before its jobs."""
+    executor = workflow.executor_plugin.name
+    elsewhere = None if executor in ("local", "dryrun", "touch") else executor
+    return {
+        "golden": elsewhere or devices.golden_text(CONFIG.golden.device),
+        "port": elsewhere or devices.port_text(CONFIG.port.device),
+    }
+
+
+if workflow.is_main_process:
+    running.note_this_process()
+    # The logger plugin answers what this call asks for; Snakemake knows the targets once it has read the rules.
+    plan = Plan(lambda: [str(target) for target in workflow.dag_settings.targets], tuple(STAGES), sides_run_on)
+    snakemake_logger.info(plan.opening(), extra={"layerproof_plan": plan})
+
+
 def own_file(path):
     """A file of Layerproof's own, by its relative path if it lies here: records then say the same in every clone."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-TEMPLATE = own_file(Path(LIBRARY) / "layerproof/report/templates/report.html.j2")
+TEMPLATES = ["report.html.j2", "finding.html.j2", "stage.html.j2", "style.css", "script.js"]
 EVERYTHING = [*as_json(CONFIG)]
 """Every section of config.yaml."""
 

@@ -4,12 +4,12 @@ import logging
 import shlex
 
 from snakemake.iocontainers import Wildcards
-from snakemake.logging import logger as snakemake_logger
 from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import format as filled_in
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from layerproof import digests, warm
+from layerproof.terminal import summary
 
 if workflow.storage_settings.default_storage_provider:
     # Of an output that a job may leave as it is, Snakemake 9.27 makes a copy first, on the local disk alone.
@@ -226,3 +226,17 @@ def limit_no_starts():
     limit = workflow.scheduling_settings.max_jobs_per_timespan
     if limit and (limit.max_jobs, limit.timespan) == (100, 1):
         workflow.scheduler.job_rate_limiter = None
+
+
+# A run that fails before it has made its own verdict leaves none of an earlier run standing as if it were new.
+
+
+def set_aside_earlier_verdict():
+    """Moves what this call was to make anew and did not, of verdict, report and manifest, to results/previous/."""
+    answers = {rules.verdicts.rule, rules.report.rule, rules.manifest.rule}
+    for job in workflow.dag.jobs:
+        if job.rule in answers and workflow.dag.needrun(job) and not workflow.dag.finished(job):
+            for name in map(str, job.output):
+                if Path(name).exists() and not Path(name).is_relative_to(RECORDS):
+                    summary.SET_ASIDE.mkdir(parents=True, exist_ok=True)
+                    os.replace(name, summary.SET_ASIDE / Path(name).name)

@@ -33,7 +33,7 @@ rule verdicts:
         comparisons=expand(rules.compare_stage.output.comparison, stage=STAGES),
         chains=expand(rules.compare_chain.output.comparison, chain=CHAINS),
         diagnoses=expand(rules.diagnose_stage.output.diagnosis, stage=STAGES),
-        job=job("verdicts", "cpu"),
+        job=job("verdicts", "cpu", settings=["compare.limit"]),
     output:
         verdicts=update("results/verdicts.json"),
         record=update("results/records/verdicts.json"),
@@ -109,8 +109,10 @@ rule plot_model:
 rule report:
     """One self-contained page: the verdict, the map, and for each stage what to do about it."""
     input:
-        template=TEMPLATE,
+        templates=[own_file(Path(LIBRARY) / "layerproof/report/templates" / name) for name in TEMPLATES],
+        source=[file for file in [CONFIG.port.module] if Path(file).is_file()],  # the lines of code that it shows
         glossary=own_file(GLOSSARY),
+        causes=own_file(CAUSES),
         verdicts=rules.verdicts.output.verdicts,
         unused=rules.weights.output.unused,
         audit=rules.audit.output.audit,
@@ -135,7 +137,7 @@ rule report:
         layerproof(
             "report",
             "html",
-            "template glossary verdicts unused audit pruned preflights comparisons chains diagnoses plots records",
+            "templates source glossary causes verdicts unused audit pruned preflights comparisons chains diagnoses plots records",
         )
 
 

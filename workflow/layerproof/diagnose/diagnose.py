@@ -31,7 +31,7 @@ from layerproof.measure.metrics import judge
 from layerproof.measure.noise import CHOICE, Noise, measure, noise_of_taps
 from layerproof.measure.noise_file import read_noise
 from layerproof.measure.routing import AFTER_ROUTER, experts_chosen, flips
-from layerproof.measure.rule import failing_limit
+from layerproof.measure.rule import excess, failing_limit
 from layerproof.model import loading
 from layerproof.model.tokens import Tokens
 from layerproof.taps import OUT, Fed, merged, unseen_before
@@ -85,10 +85,13 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Faults tried together: R of the port's tap against the golden's with them, and whether it is within the noise."""
+    """Faults tried together: R of the port's tap against the golden's with them, how many times too far off it is (None
+    for integers), and whether it is within the noise.
+    """
 
     faults: tuple[Fault, ...]
     R: float
+    excess: float | None
     explains: bool
 
     @property
@@ -105,6 +108,7 @@ class _Attempt:
             "name": "+".join(self.names),
             "text": " and ".join(texts),
             "R_explained": self.R,
+            "excess": self.excess,
         }
 
 
@@ -240,6 +244,7 @@ def _explain(
         "tap": tap,
         "forced": forced,
         "R": R,
+        "excess": excess(result, bench.limit) if result.get("kind") == "float" else None,
         "at": where,
         "cause": best.summary(tap) | {"runner_up": runner_up} if best else None,
         "nearest": near.summary(tap) if near else None,
@@ -338,9 +343,9 @@ def _judge(
     result = judge(port, rounded, exact, valid, bench.limit, left_out, noise)
     R = result.get("weighted_R") if result["kind"] == "float" else result["mismatches"]["port_truth"]
     if R is None or not result["count"]:
-        return _Attempt(faults, R_MAX, explains=False)
+        return _Attempt(faults, R_MAX, None, explains=False)
     own = judge(rounded, rounded, exact, valid, bench.limit, left_out, noise)["weighted_R"] if noise else 1.0
-    return _Attempt(faults, float(R) / max(own, 1.0), result["status"] == "pass")
+    return _Attempt(faults, float(R) / max(own, 1.0), result["excess"], result["status"] == "pass")
 
 
 def _mostly_finite(port: Tensor, valid: np.ndarray) -> np.ndarray:
@@ -369,4 +374,9 @@ def _together(bench: _Bench, faults: tuple[Fault, ...]) -> dict[str, Any] | None
     attempt = _judge(
         bench, faults, bench.port[OUT], rounded[OUT], exact[OUT], replace(bench.noise[OUT], compared=alike)
     )
-    return {"causes": list(attempt.names), "R_explained": attempt.R, "explains": attempt.explains}
+    return {
+        "causes": list(attempt.names),
+        "R_explained": attempt.R,
+        "excess": attempt.excess,
+        "explains": attempt.explains,
+    }

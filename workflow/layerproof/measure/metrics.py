@@ -33,11 +33,11 @@ from layerproof.tensors.tensor import (
     ShapeMismatch,
     Tensor,
     blocks,
-    brackets,
     check_valid,
     is_finite,
     token_numbers,
 )
+from layerproof.wording import brackets
 
 if TYPE_CHECKING:
     from layerproof.measure.kernel import Sums

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from layerproof.tensors.tensor import brackets
+from layerproof.wording import brackets, times
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,15 +41,10 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
     assert R is not None  # elements were compared
     if allowed >= R:
         return None
-    if where is not None:
-        above = f"R is {R:.4g} at {where}, above the limit of {allowed:.4g} for the worst {where.split()[0]}"
-        return f"{above}; over all R is {result['R']:.4g}"
-    token = result["worst_token"]
-    what = "R, with each element in units of its noise," if "weighted" in (result["band"] or {}) else "R"
-    return (
-        f"{what} is {R:.4g}, above the limit of {allowed:.4g}; "
-        f"the worst token is {brackets(token['index'])} with R {token['R']:.4g}"
-    )
+    quotient, furthest_off = furthest(result, limit)
+    if quotient is None or quotient <= 1:  # R is NaN, or nothing but zero is allowed
+        return f"R is {R:.4g}{f' at {where}' if where else ''} where {allowed:.4g} is allowed"
+    return f"the error is {times(quotient)} what is allowed{f' at {furthest_off}' if furthest_off else ''}"
 
 
 def group_limits(result: Mapping[str, Any], limit: float) -> list[tuple[str, float, float]]:
@@ -58,17 +53,24 @@ def group_limits(result: Mapping[str, Any], limit: float) -> list[tuple[str, flo
     return [(group, worst["R"], limit * GROUP_LIMIT * reached) for group, worst, reached in found if worst]
 
 
-def excess(result: Mapping[str, Any], limit: float) -> float | None:
-    """Returns the largest ratio of R to the R that passes, over the whole tap and its worst group of each type.
+def furthest(result: Mapping[str, Any], limit: float) -> tuple[float | None, str | None]:
+    """Returns the largest quotient of R and the R that passes, and the group it belongs to.
 
-    Groups are tokens, channel blocks, heads and experts. Above 1 the tap fails. None if the tap has no R.
+    Groups are tokens, channel blocks, heads and experts; None is the whole tap. Above 1 the tap fails. The quotient is
+    None if the tap has no R.
     """
     if result.get("R") is None:
-        return None
+        return None, None
     overall, allowed = overall_limit(result, limit)
-    found = [(overall, allowed), *((R, most) for _, R, most in group_limits(result, limit))]
-    quotients = [R / most for R, most in found if R is not None and most > 0 and not math.isnan(R)]
-    return max(quotients, default=None)
+    found = [(overall, allowed, None), *((R, most, group) for group, R, most in group_limits(result, limit))]
+    quotients = [(R / most, group) for R, most, group in found if R is not None and most > 0 and not math.isnan(R)]
+    quotient, group = max(quotients, key=lambda one: one[0], default=(None, None))
+    return quotient, place(result, group) if group else None
+
+
+def excess(result: Mapping[str, Any], limit: float) -> float | None:
+    """Returns how many times too far off a tap is: its error divided by what is allowed, 1 at the limit."""
+    return furthest(result, limit)[0]
 
 
 def place(result: Mapping[str, Any], group: str) -> str:

@@ -20,7 +20,7 @@ from layerproof.errors import UserError
 from layerproof.files import digest_of, read_json, replacing, sha256, sha256_from_here, write_json, write_text
 from layerproof.paths import WORKFLOW
 from layerproof.rerun import fingerprint
-from layerproof.rerun.records import Record
+from layerproof.rerun.records import Record, behind, read_all
 
 if TYPE_CHECKING:
     from io import BufferedIOBase
@@ -72,20 +72,10 @@ def write(output: Path) -> None:
 
 def _jobs_behind_report(results: Path) -> dict[str, Record]:
     """Records by job: of the report, of any bisection, and of every job whose output one of these read."""
-    paths = sorted((results / "records").rglob("*.json"))
-    read = ((str(path.relative_to(results / "records").with_suffix("")), Record.read(path)) for path in paths)
-    records = {name: record for name, record in read if record is not None}
+    records = read_all(results / "records")
     if "report" not in records:
         raise UserError(f"{results}/records/report.json: does not exist. Run layerproof run {results}/report.html.")
-    makers = {output: name for name, record in records.items() for output in record.outputs}
-    behind: set[str] = set()
-    waiting = ["report", *({"bisect"} & records.keys())]
-    while waiting:
-        name = waiting.pop()
-        if name not in behind:
-            behind.add(name)
-            waiting += [makers[path] for path in records[name].inputs if path in makers]
-    return {name: record for name, record in records.items() if name in behind}
+    return behind(records, ["report", *({"bisect"} & records.keys())])
 
 
 def _outputs(results: Path, jobs: Mapping[str, Record]) -> list[str]:

@@ -1,14 +1,16 @@
-"""results/report.html: the verdict in a sentence, its basis, and what to do about each stage.
+"""results/report.html: the verdict in a sentence, what to do next, and the basis of both.
 
-The page is self-contained: it embeds the plots, fetches nothing, and can be read without JavaScript. This module turns
-the files of a run into words and numbers; the template lays them out.
+The page is self-contained: it embeds what it shows and fetches nothing. This module turns the files of a run into words
+and numbers; the templates lay them out, and a script makes tables of the numbers of a stage that is opened.
 """
 
 from __future__ import annotations
 
 import base64
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,20 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from layerproof import __version__, environment
 from layerproof.config import Config, as_json
-from layerproof.measure.rule import FIXED_CLOSE, FIXED_CORRELATION, FIXED_MAX_ABS, FIXED_MEAN_ABS, overall_limit
+from layerproof.measure.rule import FIXED_CLOSE, FIXED_CORRELATION, FIXED_MAX_ABS, FIXED_MEAN_ABS
 from layerproof.model.captured import CHAIN as CAPTURED
-from layerproof.model.stages import LM_HEAD
+from layerproof.model.stages import LM_HEAD, ranges
+from layerproof.report import gate, numbers
+from layerproof.report import map as report_map
 from layerproof.report import weights as report_weights
 from layerproof.report.coverage import unused_tensors, what_was_compared, what_was_not_compared
 from layerproof.report.manifest import git_state
-from layerproof.report.sentences import diagnosis_sentences, largest_R, verdict_sentences
+from layerproof.report.sentences import diagnosis_sentences
+from layerproof.report.source import CodeFrame
 from layerproof.report.words import NOT_COMPARED, Comparison, counted, number, share
-from layerproof.taps import OUT, merged
-from layerproof.tensors.tensor import brackets
+from layerproof.shapes import Failure, Verdicts
+from layerproof.taps import OUT
+from layerproof.wording import times
 
 TEMPLATE = Path(__file__).parent / "templates/report.html.j2"
 FIXED = {
@@ -36,31 +42,41 @@ FIXED = {
     "cosine": f"cosine > {FIXED_CORRELATION:g}",
     "pearson": f"Pearson > {FIXED_CORRELATION:g}",
 }
+MOST_PLOTS = 6
+"""Plots that the page embeds, one for each group of stages that fail alike; the others are files beside it."""
+LOG_LINES = 40
+"""Lines that the page shows of the log of a stage that ended as an error."""
 
 
-def render(
-    template: Path,
-    glossary: Path,
-    verdicts: Mapping[str, Any],
-    comparisons: Sequence[Comparison],
-    chains: Sequence[Mapping[str, Any]],
-    diagnoses: Sequence[Mapping[str, Any]],
-    plots: Mapping[str, Path],
-    unused: Sequence[str],
-    audit: Mapping[str, Any],
-    pruned: Sequence[Mapping[str, Any]],
-    preflights: Sequence[Mapping[str, Any]],
-    config: Config,
-    software: Mapping[str, str],
-) -> str:
-    """The report as HTML.
+@dataclass(frozen=True)
+class Inputs:
+    """The files of a run that the page is made of.
 
-    `glossary` is docs/glossary.md. `verdicts`, `comparisons` (in the order of the stages), `chains` and `diagnoses` are
-    the contents of results/verdicts.json, results/compare, results/compare/chain and results/diagnosis. `plots` are SVG
-    files by stage, plus `map` and `depth`. `unused` names the tensors of the checkpoint that no stage loads. `audit`,
-    `pruned` and `preflights` (golden, port) are the contents of the files of that name. `software` are the versions on
-    this host.
+    `comparisons` (in the order of the stages), `chains` and `diagnoses` are the contents of results/compare,
+    results/compare/chain and results/diagnosis; `verdicts`, `audit`, `pruned` and `preflights` (golden, port) those of
+    the files of these names. `plots` are SVG files by stage, plus `depth`. `unused` names the tensors of the checkpoint
+    that no stage loads. `software` are the versions on this host. `glossary` is docs/glossary.md, `causes` docs/causes.md,
+    and `results` the folder of the run.
     """
+
+    verdicts: Verdicts
+    comparisons: Sequence[Comparison]
+    chains: Sequence[Mapping[str, Any]]
+    diagnoses: Sequence[Mapping[str, Any]]
+    plots: Mapping[str, Path]
+    unused: Sequence[str]
+    audit: Mapping[str, Any]
+    pruned: Sequence[Mapping[str, Any]]
+    preflights: Sequence[Mapping[str, Any]]
+    config: Config
+    software: Mapping[str, str]
+    glossary: Path
+    causes: Path
+    results: Path
+
+
+def render(template: Path, run: Inputs) -> str:
+    """The report as HTML; `template` lies beside the others that it includes."""
     jinja = Environment(
         loader=FileSystemLoader(template.parent),
         autoescape=True,
@@ -68,39 +84,148 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters |= {"number": number, "brackets": brackets, "share": share}
-    images = {name: _data_uri(path) for name, path in plots.items()}
-    limit = config.compare.limit
-    headline, *details = verdict_sentences(verdicts, comparisons, chains, diagnoses, limit)
-    by_stage = {diagnosis["stage"]: diagnosis for diagnosis in diagnoses}
+    jinja.filters |= {"number": number, "share": share}
+    plotted = _plotted(run)
+    images = {name: _data_uri(run.plots[name]) for name in (*plotted, "depth") if name in run.plots}
+    found = [_finding(place, one, run, images) for place, one in enumerate(run.verdicts["failures"], start=1)]
+    diagnosed = {diagnosis["stage"]: diagnosis for diagnosis in run.diagnoses}
+    shown = plotted[0] if run.verdicts["overall"] == "pass" and plotted and plotted[0] in images else None
     return jinja.get_template(template.name).render(
-        overall=verdicts["overall"],
-        headline=headline,
-        details=details,
-        compared=what_was_compared(comparisons, chains, config),
-        not_compared=[*what_was_not_compared(comparisons, chains, config), *unused_tensors(unused)],
-        map=images.get("map"),
+        overall=run.verdicts["overall"],
+        headline=run.verdicts["headline"],
+        details=run.verdicts["details"],
+        findings=found,
+        next=_next(run.verdicts["failures"][0], found[0]) if found else None,
+        map=report_map.draw(run.comparisons, run.chains),
+        counts=_counts(run.comparisons),
+        stages=[_stage(one, diagnosed.get(one["stage"]), run) for one in run.comparisons],
+        plot_of_pass={"stage": shown, "image": images[shown]} if shown else None,
         depth=images.get("depth"),
-        logits=_logits(comparisons, chains),
-        stages=[_stage(one, by_stage.get(one["stage"]), chains, images, limit) for one in comparisons],
-        chains=chains,
-        audit=report_weights.section(audit, pruned),
-        limit=limit,
-        config=yaml.safe_dump(as_json(config), sort_keys=False, allow_unicode=True),
-        preflights=preflights,
+        logits=_logits(run.comparisons, run.chains),
+        chains=run.chains,
+        compared=what_was_compared(run.comparisons, run.chains, run.config),
+        not_compared=[
+            *what_was_not_compared(run.comparisons, run.chains, run.config),
+            *unused_tensors(run.unused),
+        ],
+        audit=report_weights.section(run.audit, run.pruned),
+        config=yaml.safe_dump(as_json(run.config), sort_keys=False, allow_unicode=True),
+        preflights=run.preflights,
         origin=_origin(),
-        environment=_environment(preflights, software),
-        words=_glossary(glossary.read_text(encoding="utf-8")),
+        environment=_environment(run.preflights, run.software),
+        words=_glossary(run.glossary.read_text(encoding="utf-8")),
+        numbers=numbers.as_json(run.comparisons, plotted, run.config.compare.limit),
     )
 
 
 def _glossary(text: str) -> dict[str, str]:
     """The words of docs/glossary.md and what they mean, without its links to other pages."""
     paragraphs = re.findall(r"^\*\*(.+?)\.\*\* (.+?)\n(?:\n|\Z)", text, re.MULTILINE | re.DOTALL)
-    return {word: re.sub(r" ?\(\[.*?\]\(.*?\)\)|[`*]", "", " ".join(meaning.split())) for word, meaning in paragraphs}
+    return {word: _plain(meaning) for word, meaning in paragraphs}
+
+
+def _plain(text: str) -> str:
+    """A paragraph of Markdown as text in one line, without links in brackets."""
+    return re.sub(r" ?\(\[.*?\]\(.*?\)\)|[`*]", "", " ".join(text.split()))
+
+
+def about_cause(text: str, name: str) -> list[tuple[str, str]]:
+    """The paragraphs of docs/causes.md on a cause, each with its label; of several joined by +, those of all."""
+    found = []
+    for one in name.split("+"):
+        section = re.search(rf"^## {re.escape(one)}\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
+        paragraphs = (
+            re.findall(r"^\*\*(.+?)\*\* (.+?)(?:\n\n|\Z)", section[1], re.MULTILINE | re.DOTALL) if section else []
+        )
+        found += [(label, _plain(paragraph)) for label, paragraph in paragraphs]
+    return found
+
+
+# What is wrong
+
+
+def _plotted(run: Inputs) -> list[str]:
+    """The stages whose plots the page embeds: the first of each group that fails alike, or the one nearest to its limit."""
+    failing = [one["stages"][0] for one in run.verdicts["failures"] if one["status"] == "fail"]
+    if failing or not run.comparisons:
+        return list(dict.fromkeys(failing))[:MOST_PLOTS]
+    worst = [(found["excess"], one["stage"]) for one in run.comparisons if (found := _worst(one))]
+    return [max(worst)[1]] if worst else []
+
+
+def _finding(place: int, failure: Failure, run: Inputs, images: Mapping[str, str]) -> dict[str, Any]:
+    """The values that the template shows for stages that fail alike."""
+    first = failure["stages"][0]
+    by_stage = {one["stage"]: one for one in run.comparisons}
+    excess = {stage: by_stage[stage]["taps"].get(failure["tap"], {}).get("excess") for stage in failure["stages"]}
+    log = _log_of(by_stage[first])
+    causes = run.causes.read_text(encoding="utf-8") if failure["cause"] else ""
+    return {
+        **failure,
+        "place": place,
+        "first": first,
+        "stages_text": ranges(failure["stages"]),
+        "link": f"{first}/{failure['tap']}" if failure["tap"] else first,
+        "number": gate.how_bad(failure) if failure["tap"] else None,
+        "chips": [(stage, times(value) if value else None) for stage, value in excess.items()],
+        "frame": gate.frame_of(failure),
+        "log": log,
+        "log_end": _end_of(run.results / log) if failure["status"] == "error" else None,
+        "cause_page": about_cause(causes, failure["cause"]) if failure["cause"] else [],
+        "command": f"layerproof run results/compare/{first}.json",
+        "markdown": gate.markdown_of(failure),
+        "plot": images.get(first) if failure["status"] == "fail" else None,
+    }
+
+
+def _next(failure: Failure, finding: Mapping[str, Any]) -> dict[str, Any]:
+    """What to do about the first failure."""
+    frame: CodeFrame | None = finding["frame"]
+    tap = failure["tap"]
+    if failure["status"] != "fail":
+        todo = f"Read what the log of {finding['first']} ends with, below."
+    elif frame:
+        todo = f"Look at the code above: it hands over {tap}."
+    else:
+        todo = f"Look at the code that computes {tap}." if tap else None
+    return {
+        "frame": frame,
+        "todo": todo,
+        "help": failure["help"],
+        "prove": "See whether a fix is one: this runs the stage alone, and what it needs.",
+        "command": finding["command"],
+        "log": finding["log"],
+        "cause": failure["cause"],
+        "markdown": finding["markdown"],
+    }
+
+
+def _log_of(comparison: Comparison) -> str:
+    """The log of the side that failed, or of the port, relative to results/."""
+    side = "golden" if comparison["status"] in NOT_COMPARED and "golden" not in comparison else "port"
+    return f"logs/{side}/{comparison['stage']}.log"
+
+
+def _end_of(log: Path) -> str | None:
+    """The last lines of a log, from its traceback on if it has one."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    first = starts[-1] if starts else max(0, len(lines) - LOG_LINES)
+    kept = lines[first:]
+    if len(kept) > LOG_LINES:
+        kept = [*kept[:3], f"... {len(kept) - LOG_LINES} lines ...", *kept[3 - LOG_LINES :]]
+    return "\n".join(line.rpartition("\r")[2] for line in kept)
 
 
 # Tables
+
+
+def _counts(comparisons: Sequence[Comparison]) -> dict[str, int]:
+    found = Counter(one["status"] for one in comparisons)
+    return {status: found[status] for status in ("fail", "error", "missing", "pass") if found[status]}
 
 
 def _logits(comparisons: Sequence[Comparison], chains: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -116,74 +241,78 @@ def _greedy(logits: Mapping[str, Any]) -> str:
     return f"{len(pairs) - len(wrong)} of {len(pairs)}" + (f" ({'; '.join(wrong[:8])})" if wrong else "")
 
 
-def _stage(
-    comparison: Comparison,
-    diagnosis: Mapping[str, Any] | None,
-    chains: Sequence[Mapping[str, Any]],
-    images: Mapping[str, str],
-    limit: float,
-) -> dict[str, Any]:
+def _worst(comparison: Comparison) -> dict[str, Any] | None:
+    """The tap of a stage that is furthest off."""
+    found = [(tap["excess"], name) for name, tap in comparison["taps"].items() if tap.get("excess") is not None]
+    return dict(zip(("excess", "tap"), max(found), strict=True)) if found else None
+
+
+def _stage(comparison: Comparison, diagnosis: Mapping[str, Any] | None, run: Inputs) -> dict[str, Any]:
     """The values that the template shows for one stage."""
-    stage, taps = comparison["stage"], comparison["taps"]
-    compared = {name: tap for name, tap in taps.items() if tap["status"] not in NOT_COMPARED}
+    stage, taps, status = comparison["stage"], comparison["taps"], comparison["status"]
     out = taps.get(OUT, {})
-    worst = largest_R([comparison]) if compared else None
-    statistics = comparison.get("statistics", {})
-    golden, port = statistics.get("golden", {}), statistics.get("port", {})
+    worst = _worst(comparison)
+    failing = [(name, tap["reason"]) for name, tap in taps.items() if tap["status"] == "fail"]
+    through = [chain for chain in run.chains if stage in chain["stages"]]
+    told = diagnosis_sentences(diagnosis, comparison) if diagnosis else []
     return {
         "name": stage,
-        "status": comparison["status"],
+        "status": status,
         "reason": comparison["reason"],
-        "diagnosis": diagnosis_sentences(diagnosis, limit) if diagnosis else [],
-        "first_failing": next((name for name, tap in taps.items() if tap["status"] == "fail"), None),
+        "short": _short(comparison, failing, worst),
+        "sort": {"missing": -1, "error": 1e12}.get(
+            status, 1e11 if failing and not worst else worst["excess"] if worst else 0
+        ),
+        "words": " ".join(f"{text} {tap or ''}" for tap, text in told),
+        "diagnosis": told,
         "out_R": out.get("R"),
-        "worst": {"tap": worst[1], "R": worst[2]} if worst and worst[2] is not None else None,
-        "taps": [_tap(name, tap, limit) for name, tap in taps.items()] if compared else [],
+        "local_error": comparison.get("local_error"),
+        "worst": worst,
         "names": list(taps),
-        "failing": [(name, tap["reason"]) for name, tap in taps.items() if tap["status"] == "fail"],
+        "failing": failing,
+        "has_numbers": any(tap["status"] not in NOT_COMPARED for tap in taps.values()),
         "routing": _routing_text(comparison["routing"]) if comparison["routing"] else None,
         "fixed": [(text, out["fixed"][key]) for key, text in FIXED.items()] if "fixed" in out else [],
-        "statistics": [
-            {
-                "tap": name,
-                "sides": [golden.get(name, {}), port.get(name, {})],
-                "padding": taps.get(name, {}).get("padding"),
-            }
-            for name in merged([list(golden), list(port)])
-        ],
-        "chained": [(chain["chain"], chain["stages"][stage]) for chain in chains if stage in chain["stages"]],
-        "plot": images.get(stage),
+        "chained": [_chained_text(chain["chain"], chain["stages"][stage]) for chain in through],
         "port": comparison.get("port") or {},
+        "logs": [f"logs/{side}/{stage}.log" for side in ("golden", "port")],
         "commands": [
             f"layerproof run results/compare/{stage}.json -- --forcerun results/port/{stage}.h5",
-            *(
-                _chain_command(chain["chain"], stage)
-                for chain in chains
-                if stage in chain["stages"] and chain["chain"] != CAPTURED
-            ),
+            *(_chain_command(chain["chain"], stage) for chain in through if chain["chain"] != CAPTURED),
         ],
     }
 
 
-def _tap(name: str, tap: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """A row of the table of taps; metrics keep the names that `metrics.compare` gives them."""
-    return {
-        "name": name,
-        "status": tap["status"],
-        "tap": tap,
-        "metrics": tap.get("kind"),
-        "text": _exact_text(tap) if tap.get("kind") == "exact" else tap["reason"],
-        "overall_limit": overall_limit(tap, limit) if tap.get("kind") == "float" else None,
-        "worst": _worst_place(tap),
-        "nonfinite": _nonfinite_text(tap) if tap.get("kind") == "float" else None,
-        "fixed": _fixed_text(tap["fixed"]) if "fixed" in tap else None,
-    }
+def _order(status: str, failing: Sequence[Any], worst: Mapping[str, Any] | None) -> float:
+    """How bad a stage is among others: errors come first, then failures without a number, and missing stages last."""
+    if status in NOT_COMPARED:
+        return 1e12 if status == "error" else -1.0
+    if failing and (worst is None or worst["excess"] <= 1):
+        return 1e11
+    return worst["excess"] if worst else 0.0
 
 
-def _exact_text(tap: Mapping[str, Any]) -> str:
-    differ, golden = tap["mismatches"]["port_truth"], tap["mismatches"]["golden_truth"]
-    where = f", first at {brackets(tap['first']['port_truth'])}" if differ else ""
-    return f"integers: differ from the truth in {differ} of {tap['tokens']} tokens{where}; the golden in {golden}"
+def _short(comparison: Comparison, failing: Sequence[tuple[str, str]], worst: Mapping[str, Any] | None) -> str:
+    if comparison["status"] in NOT_COMPARED:
+        return str(comparison["reason"])
+    if failing:
+        name, reason = failing[0]
+        excess = comparison["taps"][name].get("excess")
+        how = f"{times(excess)} too far off" if excess and excess > 1 else reason
+        return f"first at {name}, {how}"
+    return f"at most {share(worst['excess'])} of what is allowed, at {worst['tap']}" if worst else "exact"
+
+
+def _chained_text(chain: str, entry: Mapping[str, Any]) -> str:
+    if entry["status"] != "pass":
+        return f"In chain {chain}: {entry['status']}, {entry['reason']}"
+    found = (
+        f"R {number(entry['R'])}, propagated error {number(entry['propagated_error'])}, gain {number(entry['gain'])}"
+    )
+    said = f"In chain {chain}: it {entry['role'] or 'runs'}; {found}, local error {number(entry['local_error'])}."
+    return said + (
+        " It is further from the golden than right models get on their own outputs." if entry.get("wrong") else ""
+    )
 
 
 def _routing_text(routing: Mapping[str, Any]) -> str:
@@ -204,37 +333,6 @@ def _routing_text(routing: Mapping[str, Any]) -> str:
         f"the largest is {number(routing['largest_margin'])}. "
         f"The taps after the router leave out {counted(routing['left_out'], 'token')}."
     )
-
-
-def _worst_place(tap: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The token, head, channel block or expert with the largest R."""
-    places = []
-    if token := tap.get("worst_token"):
-        places.append({"R": token["R"], "text": f"token {brackets(token['index'])}"})
-    if head := tap.get("worst_head"):
-        places.append({"R": head["R"], "text": f"head {head['index']}"})
-    if expert := tap.get("worst_expert"):
-        places.append({"R": expert["R"], "text": f"tokens of expert {expert['index']}"})
-    if block := tap.get("worst_block"):
-        first, end = block["channels"]
-        places.append(
-            {"R": block["R"], "text": f"channel {first}" if end - first == 1 else f"channels {first}–{end - 1}"}
-        )
-    return max(places, key=lambda place: place["R"], default=None)
-
-
-def _nonfinite_text(tap: Mapping[str, Any]) -> str:
-    found = [
-        f"{side}: {seen['nan']} NaN, {seen['inf']} Inf, first {brackets(seen['first'])}"
-        for side, seen in ((side, tap["nonfinite"][side]) for side in ("port", "golden", "truth"))
-        if seen["nan"] or seen["inf"]
-    ]
-    return "; ".join(found) or "none"
-
-
-def _fixed_text(fixed: Mapping[str, bool | None]) -> str:
-    known = [holds for holds in fixed.values() if holds is not None]
-    return f"{sum(known)} of {len(known)}"
 
 
 def _chain_command(chain: str, stage: str) -> str:

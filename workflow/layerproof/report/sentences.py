@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerproof.measure.rule import GROUP_LIMIT, failing_limit, group_limits, overall_limit, place
+from layerproof.measure.rule import GROUP_LIMIT, furthest
 from layerproof.model.captured import CHAIN as CAPTURED
 from layerproof.model.stages import ranges
 from layerproof.report.words import (
@@ -13,15 +13,20 @@ from layerproof.report.words import (
     Comparison,
     all_taps,
     counted,
-    number,
-    number_above,
+    listed,
     share,
     with_period,
 )
+from layerproof.taps import unseen_before
+from layerproof.wording import times
 
 EXACT = 0.01
 """Below this R, a cause explains a tap exactly: the port's error is negligible compared with a rounding."""
+CLOSE = 0.5
+"""Below this share of what is allowed, a cause explains a tap closely."""
 
+OWN_MODULE = "xla"
+"""The port.backend that runs a module of the user's own, which can hand over any tap."""
 SHOWN = 3
 """How many reasons why stages could not run the verdict gives."""
 
@@ -30,15 +35,14 @@ SHOWN = 3
 
 
 def verdict_sentences(
-    verdicts: Mapping[str, Any],
+    culprit: Mapping[str, Any] | None,
     comparisons: Sequence[Comparison],
     chains: Sequence[Mapping[str, Any]],
     diagnoses: Sequence[Mapping[str, Any]],
     limit: float,
 ) -> list[str]:
-    """The result, as one would say it to a colleague: the first sentence is the verdict."""
+    """The result, as one would say it to a colleague: the first sentence is the verdict. `culprit` is the run's first."""
     stopped = [comparison for comparison in comparisons if comparison["status"] in NOT_COMPARED]
-    culprit = verdicts["first_culprit"]
     agreeing = sum(tap["status"] == "pass" for _, _, tap in all_taps(comparisons))
     if culprit:
         failed = sum(comparison["status"] == "fail" for comparison in comparisons)
@@ -48,7 +52,7 @@ def verdict_sentences(
         before = [one for one in stopped if order.index(one["stage"]) < order.index(culprit["stage"])]
         return [
             *(_first_stopped(before) if before else []),
-            *_culprit(culprit, comparisons, culprits.get(culprit["stage"], []), limit),
+            *_culprit(culprit, comparisons, culprits.get(culprit["stage"], [])),
             *_other_culprits(culprit["stage"], culprits),
             counts,
             *_passing_on(culprit["stage"], comparisons, chains),
@@ -63,11 +67,10 @@ def verdict_sentences(
         return [*_first_stopped(stopped), *([rest] if rest else [])]
     broken = [chain for chain in chains if chain["status"] in NOT_COMPARED]
     if broken:
-        stage, entry = next(
-            (stage, entry) for stage, entry in broken[0]["stages"].items() if entry["status"] in NOT_COMPARED
-        )
+        stopped_at = [(stage, entry) for stage, entry in broken[0]["stages"].items() if entry["status"] in NOT_COMPARED]
+        at = [f" at {stage}: {with_period(entry['reason'])}" for stage, entry in stopped_at[:1]]
         return [
-            f"Every stage passes alone, but chain {broken[0]['chain']} broke at {stage}: {with_period(entry['reason'])}",
+            f"Every stage passes alone, but chain {broken[0]['chain']} broke{at[0] if at else '.'}",
             *_captured(chains, alone=False),
             f"{counted(len(comparisons), 'stage')} and {counted(agreeing, 'tap')} agree with the golden.",
         ]
@@ -77,20 +80,15 @@ def verdict_sentences(
             f"{counted(len(comparisons), 'stage')} and {counted(agreeing, 'tap')} agree with the golden.",
         ]
     missing = sum(tap["status"] == "missing" for _, _, tap in all_taps(comparisons))
-    stage, name, R = largest_R(comparisons)
-    every = f"all {len(comparisons)} stages" if len(comparisons) > 1 else f"{stage} alone"
+    every = f"all {len(comparisons)} stages" if len(comparisons) > 1 else f"{comparisons[0]['stage']} alone"
     scope = (
         f"{every} and {counted(agreeing, 'tap')} agree with the golden"
         if not missing
         else f"{counted(len(comparisons), 'stage')} and {counted(agreeing, 'tap')} agree with the golden, "
         f"{counted(missing, 'tap')} could not be compared"
     )
-    return [
-        f"The port passes: {scope} (largest R {number(R)} at {stage} {name}).",
-        *_margin(comparisons, limit),
-        *_captured(chains, alone=True),
-        *_end_to_end(chains),
-    ]
+    near, rule = _margin(comparisons, limit)
+    return [f"The port passes: {scope}{near}.", *rule, *_captured(chains, alone=True), *_end_to_end(chains)]
 
 
 def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
@@ -117,7 +115,7 @@ def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
 
 
 def _culprit(
-    first: Mapping[str, Any], comparisons: Sequence[Comparison], culprits: Sequence[Mapping[str, Any]], limit: float
+    first: Mapping[str, Any], comparisons: Sequence[Comparison], culprits: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """The first culprit with its cause, or with the findings on its error, and the other mistakes in its stage."""
     stage, name = first["stage"], first["tap"]
@@ -126,27 +124,30 @@ def _culprit(
     where = f"{stage} is the first stage {'' if ran else 'of those that ran '}that goes wrong, at {name}"
     tap = comparisons[order.index(stage)]["taps"][name]
     if not culprits or not culprits[0]["cause"]:
-        because = _because(tap, culprits, limit)
+        because = _because(tap, culprits)
         is_located = _nonfinite(tap) or tap.get("count") == 0  # the reason itself says where
         located = culprits[0]["findings"] if culprits and not is_located else []
         leading, *known = [*located[:1], because, *located[1:]]
-        sentences = [f"{where}: {_lower(leading)}", *known, *(_nearest(culprits[0]) if culprits else [])]
+        sentences = [f"{where}: {_lower(leading)}", *known, *(nearest(culprits[0]) if culprits else [])]
     else:
         cause = culprits[0]["cause"]
-        sentences = [f"{where}: it behaves as if the port had {cause['text']} ({_explained(cause)})."]
-        sentences += (
-            [f"That holds where it is not NaN or Inf. {_because(tap, culprits, limit)}"] if _nonfinite(tap) else []
-        )
+        fits = fit(cause, culprits[0]["tried"])
+        sentences = [f"{where}: it behaves as if the port had {cause['text']}.", f"{fits[0].upper()}{fits[1:]}."]
+        sentences += [f"That holds where it is not NaN or Inf. {_because(tap, culprits)}"] if _nonfinite(tap) else []
     return sentences + _in_the_same_stage(culprits)
 
 
-def _because(tap: Mapping[str, Any], culprits: Sequence[Mapping[str, Any]], limit: float) -> str:
+def _because(tap: Mapping[str, Any], culprits: Sequence[Mapping[str, Any]]) -> str:
     """Why a tap failed, as a sentence."""
-    R, allowed, where = failing_limit(tap, limit)
-    because = tap["reason"] or f"its R is {number(culprits[0]['R'])}, although its input is right"
-    if R is not None and allowed < R and not _nonfinite(tap):
-        because = f"R is {number_above(R, allowed)}{f' at {where}' if where else ''} where {allowed:.4g} is allowed"
+    because = tap["reason"] or f"with the golden's taps before it, {_too_far_off(culprits[0])}"
     return with_period(because[0].upper() + because[1:])
+
+
+def _too_far_off(culprit: Mapping[str, Any]) -> str:
+    """By how much a culprit is wrong in the teacher-forced run."""
+    if culprit["excess"] is None:
+        return "it is another one"
+    return f"the error is {times(culprit['excess'])} what is allowed"
 
 
 def _nonfinite(tap: Mapping[str, Any]) -> bool:
@@ -160,26 +161,37 @@ def _lower(sentence: str) -> str:
     return sentence if sentence[:2] in ("R ", "Na") else sentence[0].lower() + sentence[1:]
 
 
-def _explained(cause: Mapping[str, Any]) -> str:
-    """How well a cause explains its tap, and how well the next best does."""
+def fit(cause: Mapping[str, Any], tried: int) -> str:
+    """How well a cause explains its tap, and how well the next best of the candidates that were tried does."""
+    if cause["excess"] is None:  # a tap of integers
+        how = f"but for {counted(int(cause['R_explained']), 'token')}" if cause["R_explained"] else "exactly"
+    else:
+        how = (
+            "exactly" if cause["R_explained"] < EXACT else "closely" if cause["excess"] < CLOSE else "within the noise"
+        )
+    matches = f"with this mistake put into the golden, the port matches it {how}"
     runner_up = cause["runner_up"]
-    exact = cause["R_explained"] < EXACT
-    matches = "the port matches it exactly" if exact else f"R is {number(cause['R_explained'])}"
-    rest = f"with the next best {number(runner_up['R_explained'])}" if runner_up else "no other mistake comes near"
-    return f"with this mistake in the golden, {matches}; {rest}"
+    if not runner_up:
+        return f"{matches}; none of the other {tried - 1} candidates comes near" if tried > 1 else matches
+    if runner_up["excess"] is None:
+        far = f"leaves {counted(int(runner_up['R_explained']), 'token')} that differ"
+    elif runner_up["excess"] <= 1:
+        return f"{matches}; so it does with {runner_up['text']}, which fits less well"
+    else:
+        far = f"is {times(runner_up['excess'])} too far off"
+    return f"{matches}; the next best of {tried} candidates {far}"
 
 
-def _nearest(culprit: Mapping[str, Any]) -> list[str]:
+def nearest(culprit: Mapping[str, Any]) -> list[str]:
     """Sentences on a culprit without a cause."""
     if not culprit["tried"]:
         return [] if culprit["findings"] else ["No known mistake shows first at this tap."]
-    nearest = culprit["nearest"]
-    if not nearest:
-        return [f"None of the {culprit['tried']} known mistakes that were tried explains it or comes near."]
-    return [
-        f"None of the {culprit['tried']} known mistakes that were tried explains it; the nearest, as if the port had "
-        f"{nearest['text']}, leaves R {number(nearest['R_explained'])}."
-    ]
+    best = culprit["nearest"]
+    none = f"None of the {culprit['tried']} known mistakes that were tried explains it"
+    if not best:
+        return [f"{none} or comes near."]
+    left = f"{times(best['excess'])} what is allowed" if best["excess"] else "tokens that differ"
+    return [f"{none}; the nearest, as if the port had {best['text']}, leaves {left}."]
 
 
 def _in_the_same_stage(culprits: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -193,7 +205,7 @@ def _in_the_same_stage(culprits: Sequence[Mapping[str, Any]]) -> list[str]:
         by_cause.setdefault(culprit["cause"] and culprit["cause"]["text"], []).append(culprit["tap"])
     sentences = []
     for text, taps in by_cause.items():
-        where = f"{_listed(taps)} {'is' if len(taps) == 1 else 'are'} wrong"
+        where = f"{listed(taps)} {'is' if len(taps) == 1 else 'are'} wrong"
         if text is None:
             sentences.append(f"In this stage {where} too, and not only because of that.")
         elif first and text == first["text"]:
@@ -222,9 +234,7 @@ def _other_culprits(first: str, culprits: Mapping[str, Sequence[Mapping[str, Any
         by_text: dict[str | None, list[str]] = {}
         for tap, text in wrong:
             by_text.setdefault(text, []).append(tap)
-        parts = [
-            f"at {_listed(taps)}{f', as if the port had {text}' if text else ''}" for text, taps in by_text.items()
-        ]
+        parts = [f"at {listed(taps)}{f', as if the port had {text}' if text else ''}" for text, taps in by_text.items()]
         located = culprits[stages[0]][0]["findings"] if len(stages) == 1 and not wrong[0][1] else []
         sentences.append(" ".join([f"{ranges(stages)} {fails} {'; and '.join(parts)}.", *located[:1]]))
     return sentences
@@ -244,26 +254,22 @@ def _passing_on(first: str, comparisons: Sequence[Comparison], chains: Sequence[
     ]
 
 
-def _margin(comparisons: Sequence[Comparison], limit: float) -> list[str]:
-    """How sure a pass is: how much of the allowed error the worst tap uses."""
-    used = []
-    for stage, name, tap in all_taps(comparisons):
-        if tap.get("kind") == "float":
-            R, allowed = overall_limit(tap, limit)
-            used += [(R / allowed, stage, name, "")] if R is not None else []
-            groups = group_limits(tap, limit)
-            used += [(R / allowed, stage, name, f" at {place(tap, group)}") for group, R, allowed in groups]
+def _margin(comparisons: Sequence[Comparison], limit: float) -> tuple[str, list[str]]:
+    """How sure a pass is: how much of the allowed error the worst tap uses, and a sentence on what is allowed."""
+    found = [(furthest(tap, limit), stage, name) for stage, name, tap in all_taps(comparisons) if "band" in tap]
+    used = [(quotient, stage, name, where) for (quotient, where), stage, name in found if quotient is not None]
     if not used:
-        return []
-    most, stage, name, where = max(used)
-    return [
-        f"{name} of {stage} comes nearest to its limit, with {share(most)} of the allowed error{where}. A tap fails above "
-        f"{limit:g} times the error of legitimate variants of the golden, or above {GROUP_LIMIT * limit:g} times at its "
-        "worst token, head, channel block or expert. Smaller mistakes do not show."
-    ]
+        return "", []
+    most, stage, name, where = max(used, key=lambda one: one[0])
+    rule = (
+        f"A tap fails above {limit:g} times the error of legitimate variants of the golden, or above "
+        f"{GROUP_LIMIT * limit:g} times at its worst token, head, channel block or expert. Smaller mistakes do not show."
+    )
+    at = f" at {where}" if where else ""
+    return f" (with at most {share(most)} of the allowed error, in {name} of {stage}{at})", [rule]
 
 
-def diagnosis_sentences(diagnosis: Mapping[str, Any], limit: float) -> list[tuple[str | None, str]]:
+def diagnosis_sentences(diagnosis: Mapping[str, Any], comparison: Comparison) -> list[tuple[str | None, str]]:
     """(tap, what is wrong there) for a stage that fails, and sentences on all of its taps under None."""
     if diagnosis["reason"]:
         return [(None, f"Not diagnosed: {with_period(diagnosis['reason'])}")]
@@ -272,28 +278,42 @@ def diagnosis_sentences(diagnosis: Mapping[str, Any], limit: float) -> list[tupl
     for culprit in diagnosis["culprits"]:
         cause = culprit["cause"]
         known = (
-            [f"As if the port had {cause['text']} ({cause['name']}; {_explained(cause)})."]
+            [f"As if the port had {cause['text']} ({cause['name']}): {fit(cause, culprit['tried'])}."]
             if cause
-            else _nearest(culprit)
+            else [*nearest(culprit), *not_handed_over(culprit["tap"], comparison)]
         )
         found = "Wrong by itself" if culprit["forced"] else "Fails, although no tap fails when its inputs are right"
         if explained and not cause:
             found = "Also wrong, although the mistakes found explain the output: the stage may not use the value of this tap"
-        if culprit["R"] is not None and culprit["R"] > limit:  # otherwise NaN or Inf is wrong
-            found += f", R {number(culprit['R'])}" + (f" at {culprit['at']}" if culprit["at"] else "")
+        if culprit["excess"] is not None and culprit["excess"] > 1:  # otherwise NaN or Inf is wrong
+            found += f", {times(culprit['excess'])} what is allowed" + (f" at {culprit['at']}" if culprit["at"] else "")
             found += " with the golden's taps before it" if culprit["forced"] else ""
         found += "."
         lines.append((culprit["tap"], " ".join([found, *known, *culprit["findings"]])))
     together = diagnosis["together"]
     if together:
         these = "this mistake" if len(together["causes"]) == 1 else "these mistakes"
-        text = "gives the port's output" if together["explains"] else "does not yet give the port's output"
-        lines.append((None, f"With {these} put in, the golden {text}: R {number(together['R_explained'])}."))
+        if together["explains"]:
+            text = "gives the port's output"
+        elif together["excess"] is None:
+            text = "does not yet give the port's output"
+        else:
+            text = f"is still {times(together['excess'])} too far from the port's output"
+        lines.append((None, f"With {these} put in, the golden {text}."))
     return lines
 
 
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+def not_handed_over(tap: str, comparison: Comparison) -> list[str]:
+    """The line to add to a port, if a mistake that shows first at `tap` may lie at taps that it does not hand over."""
+    missing = [name for name, one in comparison["taps"].items() if one["status"] == "missing"]
+    seen = [name for name in comparison["taps"] if name not in missing]
+    between = [name for name in missing if name in unseen_before(tap, seen)]
+    if not between or (comparison.get("port") or {}).get("backend") != OWN_MODULE:
+        return []
+    return [
+        f"The port does not hand over {listed(between)}, where the mistake may lie as well. To look there, add "
+        f'`x = tap("{between[-1]}", x)` to forward, with x the tensor (from layerproof.taps import tap).'
+    ]
 
 
 def _first_stopped(stopped: Sequence[Comparison]) -> list[str]:
@@ -320,11 +340,3 @@ def _end_to_end(chains: Sequence[Mapping[str, Any]]) -> list[str]:
         for chain in chains
         if chain["logits"]
     ]
-
-
-def largest_R(comparisons: Sequence[Comparison]) -> tuple[str, str, float | None]:
-    """Stage, tap and R. An integer tap has no R, and is the largest only if there is no other."""
-    return max(
-        ((stage, name, tap.get("R")) for stage, name, tap in all_taps(comparisons)),
-        key=lambda found: -1 if found[2] is None else found[2],
-    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import traceback
 from pathlib import Path
 
 from layerproof.errors import UserError
+from layerproof.failures import as_stage_error
 from layerproof.files import read_json, write_json, write_text
 from layerproof.report import manifest, verdicts
 from layerproof.rerun.command import (
@@ -42,7 +44,20 @@ def add_verbs(verbs: Verbs) -> None:
     add_job_verb(verbs, "plot-stage", plot_stage, "Draws the errors of stages.", "comparison")
     text = "Draws the map of all stages and the errors along depth."
     add_job_verb(verbs, "plot-model", plot_model, text, "comparisons", "chains")
-    files = *files, "plots", "records", "template", "glossary", "verdicts", "unused", "audit", "pruned", "preflights"
+    files = (
+        *files,
+        "plots",
+        "records",
+        "templates",
+        "source",
+        "glossary",
+        "causes",
+        "verdicts",
+        "unused",
+        "audit",
+        "pruned",
+        "preflights",
+    )
     add_job_verb(verbs, "report", write_report, "Writes the report.", *files)
     verb = verbs.add_parser("manifest", description="Lists every file of results/ with its digest.")
     verb.set_defaults(action=write_manifest)
@@ -64,11 +79,14 @@ def add_verbs(verbs: Verbs) -> None:
         verbs,
         "gate",
         gate,
-        "Turns the verdict into an exit code, for CI, and names the stages that do not pass.",
-        example="layerproof run && layerproof gate",
-        exits="0 if the port passes; 1 if it fails; 2 if a stage could not be compared",
+        "Turns the verdict into an exit code, for CI, and says which stages do not pass, where and why.",
+        example="layerproof gate --github --junit layerproof.xml",
+        exits="0 if the port passes; 1 if it fails; 2 if a stage could not be compared, or the verdict is outdated",
     )
     verb.add_argument("verdicts", type=Path, nargs="?", default=Path("results/verdicts.json"))
+    verb.add_argument("--markdown", action="store_true", help="print the verdict as Markdown")
+    verb.add_argument("--github", action="store_true", help="print annotations for GitHub, and write the job's summary")
+    verb.add_argument("--junit", type=Path, metavar="FILE", help="write a test report with one case a stage and tap")
 
 
 def audit(args: argparse.Namespace) -> int | None:
@@ -83,7 +101,11 @@ def audit(args: argparse.Namespace) -> int | None:
 
         golden, port = ({path.stem: path for path in paths} for paths in (args.golden, args.port))
         descriptions = {path.stem: read_json(path) for path in args.weights}
-        content = audit.audit(descriptions, golden, port, read_json(args.prediction), job.config.port.dtype)
+        try:
+            content = audit.audit(descriptions, golden, port, read_json(args.prediction), job.config.port.dtype)
+        except Exception as error:  # the run can do without it
+            traceback.print_exc()
+            content = audit.unknown(str(as_stage_error(error)))
         for stage, entry in content["stages"].items():
             for finding in entry["findings"]:
                 print(f"{stage}: {finding['text']}")
@@ -132,7 +154,8 @@ def collect_verdicts(args: argparse.Namespace) -> None:
 
     def work() -> None:
         files = (args.comparisons, args.chains, args.diagnoses)
-        write_json(output, verdicts.collect(*(list(map(read_json, paths)) for paths in files)))
+        contents = (list(map(read_json, paths)) for paths in files)
+        write_json(output, verdicts.collect(*contents, limit=job.config.compare.limit))
 
     run_tasks(args, [task(args, job, [*args.comparisons, *args.chains, *args.diagnoses], work)])
 
@@ -178,25 +201,36 @@ def write_report(args: argparse.Namespace) -> None:
             record = Record.read(path)
             if record is not None and "port" in comparison:
                 comparison["port"]["compilations"] = record.run.get("compilations")
-        html = page.render(
-            args.template,
-            args.glossary,
-            read_json(args.verdicts),
-            comparisons,
-            list(map(read_json, args.chains)),
-            list(map(read_json, args.diagnoses)),
-            {path.stem: path for path in args.plots},
-            read_json(args.unused),
-            read_json(args.audit),
-            list(map(read_json, args.pruned)),
-            list(map(read_json, args.preflights)),
-            job.config,
-            environment.software(job.versions),
+        run = page.Inputs(
+            verdicts=read_json(args.verdicts),
+            comparisons=comparisons,
+            chains=list(map(read_json, args.chains)),
+            diagnoses=list(map(read_json, args.diagnoses)),
+            plots={path.stem: path for path in args.plots},
+            unused=read_json(args.unused),
+            audit=read_json(args.audit),
+            pruned=list(map(read_json, args.pruned)),
+            preflights=list(map(read_json, args.preflights)),
+            config=job.config,
+            software=environment.software(job.versions),
+            glossary=args.glossary,
+            causes=args.causes,
+            results=output.parent,
         )
-        write_text(output, html)
+        write_text(output, page.render(args.templates[0], run))
 
     # Not the records: they hold times, which are no reason to write the report again.
-    files = [args.template, args.glossary, args.verdicts, args.unused, args.audit, *args.pruned, *args.preflights]
+    files = [
+        *args.templates,
+        *args.source,
+        args.glossary,
+        args.causes,
+        args.verdicts,
+        args.unused,
+        args.audit,
+        *args.pruned,
+        *args.preflights,
+    ]
     inputs = [*files, *args.comparisons, *args.chains, *args.diagnoses, *args.plots]
     run_tasks(args, [task(args, job, inputs, work)])
 
@@ -214,4 +248,15 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def gate(args: argparse.Namespace) -> int:
-    return verdicts.gate(args.verdicts)
+    from layerproof.report import gate
+
+    verdicts = gate.read(args.verdicts)
+    if args.junit:
+        gate.write_junit(verdicts, args.junit)
+    if args.github:
+        gate.write_job_summary(verdicts)
+        print(*gate.github(verdicts), sep="\n")
+    print(*([gate.markdown(verdicts)] if args.markdown else gate.lines(verdicts)), sep="\n")
+    if reason := gate.why_outdated(args.verdicts):
+        raise UserError(f"{args.verdicts}: is outdated, since {reason}. Run layerproof run.")
+    return gate.EXIT[verdicts["overall"]]

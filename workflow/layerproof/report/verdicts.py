@@ -1,14 +1,13 @@
-"""All comparisons as one verdict: results/verdicts.json, and the gate for a release."""
+"""All comparisons as one verdict: results/verdicts.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from layerproof.errors import UserError
-from layerproof.files import read_json
-from layerproof.model.stages import ranges
+from layerproof.measure.rule import LIMIT
+from layerproof.report.failing import failures
+from layerproof.report.sentences import verdict_sentences
 from layerproof.shapes import (
     Cause,
     ChainComparison,
@@ -25,7 +24,7 @@ from layerproof.shapes import (
 )
 from layerproof.taps import OUT
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 GROUPS: tuple[tuple[Group, str], ...] = (
     ("token", "worst_token"),
     ("channel_block", "worst_block"),
@@ -33,13 +32,16 @@ GROUPS: tuple[tuple[Group, str], ...] = (
     ("expert", "worst_expert"),
 )
 """Groups, with the key of a comparison for the worst group of each."""
-GATE_EXIT = {"pass": 0, "fail": 1, "error": 2}
 
 
 def collect(
-    comparisons: Sequence[Comparison], chains: Sequence[ChainComparison], diagnoses: Sequence[Diagnosis]
+    comparisons: Sequence[Comparison],
+    chains: Sequence[ChainComparison],
+    diagnoses: Sequence[Diagnosis],
+    limit: float = LIMIT,
 ) -> Verdicts:
-    """The content of results/verdicts.json from the contents of results/compare and results/diagnosis.
+    """The content of results/verdicts.json from the contents of results/compare and results/diagnosis. `limit` is the
+    setting compare.limit.
 
     `overall` is `error` if any stage ended as error or missing or there is no stage at all, otherwise `fail` if any
     stage or the captured chain fails, otherwise `pass`. The first culprit is the first tap of the first failing stage
@@ -49,10 +51,15 @@ def collect(
     stages = {one["stage"]: _stage(one, chains, culprits.get(one["stage"], [])) for one in comparisons}
     states = {stage["status"] for stage in stages.values()} | {chain["status"] for chain in chains}
     broken = not stages or states & {"error", "missing"}
+    first = _first_culprit(comparisons, culprits)
+    headline, *details = verdict_sentences(first, comparisons, chains, diagnoses, limit)
     return {
         "schema_version": SCHEMA_VERSION,
         "overall": "error" if broken else "fail" if "fail" in states else "pass",
-        "first_culprit": _first_culprit(comparisons, culprits),
+        "headline": headline,
+        "details": details,
+        "failures": failures(comparisons, chains, diagnoses),
+        "first_culprit": first,
         "stages": stages,
         "chains": {
             chain["chain"]: {
@@ -102,7 +109,9 @@ def _cause(cause: Cause) -> Cause:
         "name": cause["name"],
         "text": cause["text"],
         "R_explained": cause["R_explained"],
-        "runner_up": {"name": runner_up["name"], "R_explained": runner_up["R_explained"]} if runner_up else None,
+        "excess": cause["excess"],
+        "runner_up": runner_up
+        and {"name": runner_up["name"], "R_explained": runner_up["R_explained"], "excess": runner_up["excess"]},
         "estimate": None,
     }
 
@@ -128,29 +137,3 @@ def _first_culprit(comparisons: Sequence[Comparison], culprits: Mapping[str, Seq
             if tap["status"] == "fail":
                 return {"stage": stage, "tap": name, "cause": None, "rank": None}
     return None
-
-
-def gate(path: Path) -> int:
-    """Exit code for a verdicts.json: 0 for pass, 1 for fail, 2 for error; prints the verdict in one line.
-
-    Raises:
-        UserError: if the file is not a verdicts.json of this schema.
-    """
-    try:
-        verdicts = read_json(path)
-        if verdicts["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {verdicts['schema_version']}")
-        overall, culprit = verdicts["overall"], verdicts["first_culprit"]
-        stages = ranges(list(verdicts["stages"]))
-        wrong = [
-            f"chain {name} from {one['first_wrong']}" for name, one in verdicts["chains"].items() if one["first_wrong"]
-        ]
-        culprits = [f"first culprit {culprit['stage']} {culprit['tap']}"] if culprit else []
-        blame = "".join(f", {one}" for one in [*culprits, *wrong])
-        code = GATE_EXIT[overall]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: is not a verdicts.json of schema {SCHEMA_VERSION} ({error}). Run snakemake again."
-        ) from None
-    print(f"{path}: {overall}{blame} ({stages})")
-    return code

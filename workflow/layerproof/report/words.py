@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Comparison = Mapping[str, Any]
@@ -30,12 +30,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
 
 
-def number_above(value: float, limit: float) -> str:
-    """The value with enough digits to show that it exceeds the limit."""
-    texts = (number(value, digits) for digits in range(3, 18))
-    return next(text for text in texts if float(text) > limit)
-
-
 def share(value: float | None) -> str:
     """A share in percent; 100 % only if it is everything."""
     if value is None:
@@ -49,3 +43,8 @@ def with_period(sentence: str) -> str:
 
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns `a`, `a and b`, or `a, b and c`."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -20,7 +20,7 @@ from layerproof.rerun.jobs import Task, Work
 
 Verbs = Any  # what ArgumentParser.add_subparsers returns, a class that argparse keeps to itself
 
-ONE_FILE = ("exported", "tokens", "config", "template", "glossary", "verdicts", "unused", "audit", "prediction")
+ONE_FILE = ("exported", "tokens", "config", "glossary", "causes", "verdicts", "unused", "audit", "prediction")
 """Flags that name one file; the others name any number."""
 
 

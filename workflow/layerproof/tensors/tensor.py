@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from layerproof.wording import brackets
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 
 CHUNK_ELEMENTS = 1 << 19  # elements of one tensor in memory at a time; a single token may have more
@@ -133,11 +135,6 @@ def check_valid(valid: np.ndarray, tensor: Tensor) -> None:
     if valid.dtype != np.bool_ or valid.shape != tensor.shape[:2]:
         found = f"{valid.dtype} {brackets(valid.shape)}"
         raise ValueError(f"valid is {found} where a tensor {brackets(tensor.shape)} needs bool [batch,seq]")
-
-
-def brackets(index: Sequence[int]) -> str:
-    """Formats an index or shape of a tensor as `[0,17,3]`."""
-    return f"[{','.join(str(i) for i in index)}]"
 
 
 def blocks(shape: tuple[int, ...], chunk_elements: int) -> Iterator[tuple[slice, slice]]:
