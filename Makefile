@@ -37,7 +37,7 @@ same: setup-dev
 	python tests/same.py $(BASE)
 
 report-cases: setup-dev
-	python tests/report_cases.py
+	PYTHONPATH=workflow:tests:tests/workflow:tests/report python tests/report_cases.py
 
 bugs: setup-dev
 	python tests/bugs/run.py

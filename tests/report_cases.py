@@ -14,8 +14,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("", "workflow", "report")]
-
 from playwright.sync_api import sync_playwright
 from runs import Workflow
 from test_report_in_browser import FLAGS
