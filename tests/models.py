@@ -108,23 +108,35 @@ FP8 = {
 
 def save(name: str, directory: Path, seed: int = 0, shard_size: str = "100KB") -> None:
     """Writes a bf16 or FP8 checkpoint whose every parameter, norms and biases too, is drawn at random."""
+    from layerproof.model import fp8
+
+    config = COMMON | (CONFIGS | MORE | FP8)[name]
+    save_drawn(name.removesuffix("_fp8"), config, directory, seed, shard_size, has_fp32_routers=name in FP8)
+    if name in FP8:
+        fp8.quantize_checkpoint(directory)
+
+
+def save_drawn(
+    model_type: str,
+    config: dict,
+    directory: Path,
+    seed: int = 0,
+    shard_size: str = "100KB",
+    has_fp32_routers: bool = False,
+) -> None:
+    """Writes a bf16 checkpoint with this config, whose every parameter is drawn at random."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from layerproof.model import fp8
-
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[name.removesuffix("_fp8")](**COMMON | (CONFIGS | MORE | FP8)[name])
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**config))
     with torch.no_grad():
         for parameter, tensor in model.state_dict().items():
             if tensor.is_floating_point():
                 scale = 0.3 if any(part in parameter for part in ("norm", "bias", "sinks")) else 0.08
                 tensor.add_(torch.randn_like(tensor) * scale)
     model.to(torch.bfloat16)
-    if name in FP8:
+    if has_fp32_routers:
         for layer in model.model.layers:
             layer.mlp.gate.float()
     model.save_pretrained(directory, max_shard_size=shard_size)
-    if name in FP8:
-        fp8.quantize_checkpoint(directory)
