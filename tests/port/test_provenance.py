@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from layerproof.errors import StageError
+from layerproof.failures import as_stage_error
 from layerproof.port.provenance import Tracing, Watched
 
 A, B = torch.randn(4, 4), torch.randn(4, 4)
@@ -128,6 +130,20 @@ def test_looking_for_a_name_reads_nothing():
     assert weights.reads == {"a": 0, "b": 0}
     assert weights["a"] is A and weights.get("c") is None
     assert weights.reads == {"a": 1, "b": 0}
+
+
+def test_a_tensor_that_the_stage_does_not_have_is_named_with_those_that_it_has():
+    tied = Watched({"model.embed_tokens.weight": A}, Tracing())
+    with pytest.raises(StageError) as error:
+        tied["lm_head.weight"]
+    assert isinstance(error.value, KeyError)
+    assert str(as_stage_error(error.value)) == (
+        'convert() reads "lm_head.weight", which this stage does not have on disk. It has model.embed_tokens.weight.'
+    )
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj")
+    layer = Watched({f"model.layers.3.{part}.weight": A for part in parts}, Tracing())
+    with pytest.raises(StageError, match=r"It has model\.layers\.3\.self_attn\.q_proj\.weight, .* and 2 others\.$"):
+        layer["model.layers.3.attention.q_proj.weight"]
 
 
 FREED = """

@@ -6,8 +6,9 @@ known origin.
 
 from __future__ import annotations
 
+import difflib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from layerproof.errors import StageError
+
 ENTERING = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack", "from_file", "load")
 """Functions of torch that read numbers from elsewhere."""
 LEAVING = ("numpy", "__array__", "__dlpack__", "data_ptr")
 """Functions of torch through which other code may write into a tensor."""
+NEAREST = 3
+"""How many names on disk a message suggests."""
 
 
 class Tracing(TorchFunctionMode):
@@ -87,6 +92,23 @@ class Tracing(TorchFunctionMode):
         return result
 
 
+class NotOnDisk(StageError, KeyError):
+    """A port reads a tensor that its stage does not have on disk.
+
+    It is also a KeyError, so that `weights.get(name)` returns None; the message is made only if somebody reads it.
+    """
+
+    def __init__(self, name: object, names: Collection[str]) -> None:
+        super().__init__(name)
+        self._name, self._names = str(name), names
+
+    def __str__(self) -> str:
+        near = difflib.get_close_matches(self._name, self._names, NEAREST, cutoff=0.0)
+        others = len(self._names) - len(near)
+        has = f"has {', '.join(near)}{f' and {others} others' if others else ''}"
+        return f'convert() reads "{self._name}", which this stage does not have on disk. It {has}.'
+
+
 class Watched(Mapping[str, torch.Tensor]):
     """Weights by their names on disk; `reads` counts how often each was accessed."""
 
@@ -95,6 +117,8 @@ class Watched(Mapping[str, torch.Tensor]):
         self.reads = dict.fromkeys(weights, 0)
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.reads:
+            raise NotOnDisk(name, self.reads)
         tensor = self._weights[name]
         self.reads[name] += 1
         self._tracing.add(tensor, [name])
