@@ -15,7 +15,7 @@ from torch import nn
 
 from layerproof.errors import StageError
 from layerproof.port import Stage
-from layerproof.taps import tap
+from layerproof.taps import tap  # noqa: F401, which Layer will use
 
 TAPS: dict[str, str] = {
     # Canonical tap by the submodule whose output it is: "attn.q": "q_proj". What is no module's output is handed over
@@ -50,10 +50,11 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden))
         self.epsilon = epsilon
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> [..., hidden]. The stage `norm` also gets positions and valid; a layer calls it with x alone."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return tap("out", self.weight * normed.to(x.dtype))
+        return self.weight * normed.to(x.dtype)
 
 
 class Head(nn.Module):
