@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from layerproof.errors import StageError
+from layerproof.model.stages import all_stages, layer_of
 from layerproof.port.contract import Stage
 from layerproof.port.runner import load_module
 from models import save_drawn
@@ -57,7 +60,7 @@ def draw_config(kind: str, seed: int) -> dict:
         drawn |= {"attention_bias": draw.random() < 0.5, "mlp_bias": draw.random() < 0.5}
     if kind == "mistral":
         drawn |= {"sliding_window": draw.choice([None, TOKENS.ids.shape[1]])}
-    if kind == "qwen3":
+    if kind.startswith("qwen"):
         drawn |= {"attention_bias": draw.random() < 0.5}
     return drawn
 
@@ -85,6 +88,39 @@ def test_it_passes_on_models_whose_sizes_are_drawn_at_random(kind, seed, tmp_pat
     run(tmp_path / "model", tmp_path / "golden", tmp_path / "port", PORT)
     for stage in stages:
         assert failures(tmp_path / "golden", tmp_path / "port", stage) == {}, (stage, drawn)
+
+
+def logits_of_port(directory: Path) -> torch.Tensor:
+    """Logits fp32 [batch, seq, vocabulary] of the port's stages one after the other, in plain PyTorch."""
+    port, config = load_module(PORT["module"]), json.loads((directory / "config.json").read_text())
+    on_disk = {name: tensor for shard in directory.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    embedding = "model.embed_tokens.weight"
+    own = {"embed": embedding, "norm": "model.norm.weight"}
+    own["lm_head"] = "lm_head.weight" if "lm_head.weight" in on_disk else embedding
+    x, valid = torch.from_numpy(TOKENS.ids), torch.from_numpy(TOKENS.valid)
+    for name in all_stages(config["num_hidden_layers"]):
+        layer, prefix = layer_of(name), own.get(name) or f"model.layers.{layer_of(name)}."
+        stage = Stage(name, layer, config, torch.float32, {}, (x.shape[0], x.shape[1]), directory)
+        weights = {key: tensor for key, tensor in on_disk.items() if key.startswith(prefix)}
+        module = port.build(stage)
+        module.load_state_dict(dict(port.convert(stage, weights)), assign=True)
+        with torch.no_grad():
+            x = module(x, torch.arange(x.shape[1]), valid)
+    return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_fp32_its_logits_are_those_of_transformers(kind, seed, tmp_path):
+    """Far below the rounding of bf16, which hides small mistakes from the other test."""
+    save_drawn(kind.partition(",")[0], draw_config(kind, seed), tmp_path, seed)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    ids, valid = torch.from_numpy(TOKENS.ids), torch.from_numpy(TOKENS.valid)
+    with torch.no_grad():
+        wanted = model(input_ids=ids, attention_mask=valid.long()).logits
+    scale = wanted[valid].square().mean().sqrt()
+    assert (logits_of_port(tmp_path) - wanted)[valid].abs().max() < 1e-5 * scale
 
 
 @pytest.mark.slow
