@@ -74,17 +74,23 @@ def make_model(
         else:
             models.save(name, made, seed)
     prompts = tokens.pad(_random_ids(made, seed, lengths), 0) if lengths else _read(directory, made)
-    model = Model(name, seed, directory, prompts)
-    descriptions, _ = loading.describe_stages(made, model.stages, False)
+    return with_golden(Model(name, seed, directory, prompts), attention)
+
+
+def with_golden(model: Model, attention: str | None = None) -> Model:
+    """The model, after its golden has run."""
+    descriptions, _ = loading.describe_stages(model.checkpoint, model.stages, False)
     for stage in model.stages:
-        write_json(directory / f"weights/{stage}.json", descriptions[stage])
+        write_json(model.directory / f"weights/{stage}.json", descriptions[stage])
     for stage in model.stages:
-        output, noise = (directory / part / f"{stage}.h5" for part in ("golden", "noise"))
+        output, noise = (model.directory / part / f"{stage}.h5" for part in ("golden", "noise"))
         for path in (output, noise):
             path.parent.mkdir(exist_ok=True)
         settings = config.changed(SETTINGS, golden=config.changed(SETTINGS.golden, attn_implementation=attention))
         before = [model.previous(stage, folder) for folder in ("golden", "noise")]
-        golden_stage.make_stage(stage, made, descriptions[stage], prompts, *before, output, noise, settings)
+        golden_stage.make_stage(
+            stage, model.checkpoint, descriptions[stage], model.prompts, *before, output, noise, settings
+        )
     return model
 
 
@@ -104,6 +110,8 @@ def _random_ids(made: Path, seed: int, lengths: Sequence[int]) -> list[list[int]
 class Outcome:
     """What each rule says of one run: the rules' names with True for "this port is wrong", and the diagnosis.
 
+    `comparison` and `diagnosis` are what the jobs write; the diagnosis is None if there was none.
+
     `effect` is the largest R of a tap in units of its band: how many times the noise the mistake is. None if a tap of floats
     fails without an R.
     """
@@ -113,6 +121,8 @@ class Outcome:
     culprits: list[dict[str, Any]]
     together: dict[str, Any] | None
     effect: float | None
+    comparison: dict[str, Any]
+    diagnosis: dict[str, Any] | None
 
 
 def port_settings(path: Path | None, dtype: str = "bfloat16") -> Config:
@@ -150,7 +160,7 @@ def run(
     port_stage.make_stage(runner, stage, description, fed, files.port)
     comparison = compare_stage(stage, files.golden, files.noise, files.port, model.prompts.valid, LIMIT)
     failed = [name for name, tap in comparison["taps"].items() if tap["status"] == "fail"]
-    diagnosis: dict[str, Any] = {"culprits": [], "together": None}
+    diagnosis = None
     if comparison["status"] == "fail" and diagnosed:
         wanted = hdf5.read_group(files.golden, "golden")
         port_stage.teacher_force_stage(runner, stage, description, fed, wanted, files.forced)
@@ -162,9 +172,11 @@ def run(
     return Outcome(
         verdicts={"layerproof": comparison["status"] != "pass", **_other_rules(out)},
         failed=failed,
-        culprits=diagnosis["culprits"],
-        together=diagnosis["together"],
+        culprits=diagnosis["culprits"] if diagnosis else [],
+        together=diagnosis["together"] if diagnosis else None,
         effect=None if np.isinf(effect) else effect,
+        comparison=comparison,
+        diagnosis=diagnosis,
     )
 
 
