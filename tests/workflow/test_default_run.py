@@ -5,11 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 
 import pytest
 from runs import REPOSITORY, Workflow
 
+from archives import members, validate
 from bugs.corpus import BUGS, MINIMAX
 from configs import config_with
 from layerproof.model import fp8
@@ -83,14 +83,12 @@ def test_a_model_in_fp8_passes(tmp_path):
     assert layer["port"]["bfloat16"] > 2 * layer["disk"]["F8_E4M3"] * 0.99
 
 
-def test_archive_verifies_and_shows_what_was_changed(workflow):
+def test_archive_verifies_and_shows_what_was_changed(workflow, archive):
     assert layerproof(workflow, "verify").returncode == 0
-    workflow.run(target="results/archive/proof.zip")
-    archive = workflow.results / "archive/proof.zip"
     assert layerproof(workflow, "verify", str(archive)).returncode == 0
-    with zipfile.ZipFile(archive) as file:
-        names = set(file.namelist())
+    names = set(members(archive))
     assert {"results/report.html", "results/golden/layer_003.h5", "code/workflow/ports/minimax_m2.py"} <= names
+    assert {"code/Snakefile", "code/workflow/rules/port.smk", "config.yaml", "ro-crate-metadata.json"} <= names
     report = workflow.results / "report.html"
     content = report.read_bytes()
     report.write_bytes(content + b" ")
@@ -100,6 +98,21 @@ def test_archive_verifies_and_shows_what_was_changed(workflow):
     assert "changed: report.html" in outcome.stdout and "added: extra.txt" in outcome.stdout
     report.write_bytes(content)
     (workflow.results / "extra.txt").unlink()
+
+
+@pytest.fixture(scope="module")
+def archive(workflow):
+    workflow.run(target="results/archive/proof.zip results/archive/again.zip")
+    return workflow.results / "archive/proof.zip"
+
+
+def test_the_archive_of_a_run_is_a_valid_crate(archive):
+    code, text = validate(archive)
+    assert code == 0, text
+
+
+def test_the_archive_is_the_same_when_it_is_made_again(workflow, archive):
+    assert (workflow.results / "archive/again.zip").read_bytes() == archive.read_bytes()
 
 
 def test_two_targets_of_one_rule_on_a_fresh_clone(tmp_path):

@@ -156,7 +156,7 @@ rule manifest:
 
 
 rule archive:
-    """The whole run in one file."""
+    """The whole run in one file, as an RO-Crate."""
     input:
         manifest=rules.manifest.output.manifest,
     output:

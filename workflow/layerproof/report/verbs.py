@@ -206,11 +206,15 @@ def write_manifest(args: argparse.Namespace) -> None:
 
 
 def write_archive(args: argparse.Namespace) -> None:
-    manifest.archive(args.manifest, args.output)
+    from layerproof.report import archive
+
+    archive.write(args.manifest, args.output)
 
 
 def verify(args: argparse.Namespace) -> int:
-    return manifest.verify(args.manifest)
+    from layerproof.report import archive
+
+    return archive.verify(args.manifest)
 
 
 def gate(args: argparse.Namespace) -> int:
