@@ -156,7 +156,7 @@ rule manifest:
 
 
 rule archive:
-    """The whole run in one file, as an RO-Crate."""
+    """The whole run in one file, as an RO-Crate; `layerproof rerun` makes its verdict again."""
     input:
         manifest=rules.manifest.output.manifest,
     output:
