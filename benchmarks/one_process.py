@@ -20,7 +20,7 @@ from layerproof.measure.rule import LIMIT
 from layerproof.model import checkpoint, loading, tokens
 from layerproof.model.resolve import resolve
 from layerproof.model.stages import all_stages, previous_stage
-from layerproof.paths import CAUSES, GLOSSARY
+from layerproof.paths import CAUSES, GLOSSARY, TEMPLATES
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
 from layerproof.report import page, plots, verdicts
@@ -60,7 +60,7 @@ def main(directory: Path) -> None:
     verdict = verdicts.collect(comparisons, [], diagnoses)
     made = (verdict, comparisons, [], diagnoses, files["plots"], unused, audited, [], [])
     run = page.Inputs(*made, settings, software({}), GLOSSARY, CAUSES, results)
-    write_text(results / "report.html", page.render(page.TEMPLATE, run))
+    write_text(results / "report.html", page.render(TEMPLATES[0], run))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ from layerproof import cli
 from layerproof.files import size, write_json
 from layerproof.measure.metrics import judge
 from layerproof.model import stages
-from layerproof.paths import GLOSSARY
+from layerproof.paths import GLOSSARY, TEMPLATES
 from layerproof.report import page, plots
 from layerproof.report import weights as report_weights
 from layerproof.report.coverage import what_was_compared, what_was_not_compared
-from layerproof.report.page import TEMPLATE
 from layerproof.report.words import number, share
 from layerproof.tensors.tensor import Tensor
 
@@ -33,7 +32,7 @@ def not_looked_at(comparisons, chains):
 
 
 def render(*run, **more):
-    return page.render(TEMPLATE, reports.page_inputs(*run, **more))
+    return page.render(TEMPLATES[0], reports.page_inputs(*run, **more))
 
 
 def words(html):

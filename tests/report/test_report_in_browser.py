@@ -10,8 +10,9 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
 import reports
+from layerproof.paths import TEMPLATES
 from layerproof.report import plots
-from layerproof.report.page import TEMPLATE, render
+from layerproof.report.page import render
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -47,7 +48,7 @@ def write(directory, comparisons, chains=(), diagnoses=()):
     plots.plot_depth(comparisons, chains, images["depth"])
     run = reports.page_inputs(comparisons, chains, images, diagnoses=diagnoses, results=directory)
     path = directory / "report.html"
-    path.write_text(render(TEMPLATE, run), encoding="utf-8")
+    path.write_text(render(TEMPLATES[0], run), encoding="utf-8")
     return path, run
 
 

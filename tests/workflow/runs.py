@@ -20,6 +20,7 @@ import yaml
 import models
 import warm
 from configs import QUICK
+from environments import CACHE
 from layerproof.compare.stage import compare_taps
 from layerproof.measure.noise import noise_of_taps
 from layerproof.rerun import source
@@ -27,8 +28,6 @@ from layerproof.tensors.tensor import Tensor
 from layerproof.warm import VARIABLE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
-"""What tests install for themselves and keep."""
 JOURNALS = ("logs/", "benchmarks/", "records/")
 
 

@@ -2,18 +2,16 @@
 
 import getpass
 import os
-import shutil
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import boto3
 from botocore.config import Config
-from runs import CACHE, REPOSITORY
+from runs import REPOSITORY
 
-from layerproof.files import sha256
+from environments import install
 
 PINNED = REPOSITORY / "requirements/swift.txt"
 RINGS = ("account", "container", "object")
@@ -78,7 +76,7 @@ class Swift:
         self.endpoint = ""
 
     def __enter__(self) -> "Swift":
-        self.programs = install()
+        self.programs = install(PINNED)
         ports = dict(zip((*RINGS, "proxy"), _free_ports(4), strict=True))
         (self.folder / "devices/disk").mkdir(parents=True)
         (self.folder / "swift.conf").write_text(CLUSTER)
@@ -143,19 +141,6 @@ class Swift:
                 time.sleep(1)
         logs = "".join(f"\n== {path}\n{path.read_text()[-2000:]}" for path in self.folder.glob("*.log"))
         raise AssertionError(f"no bucket can be made{logs}")
-
-
-def install() -> Path:
-    """The folder of Swift's programs, in an environment that is made once for these versions."""
-    environment = CACHE / f"swift-{sha256(PINNED)[:16]}"
-    if not (environment / "done").exists():
-        shutil.rmtree(environment, ignore_errors=True)
-        subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, environment], check=True)
-        subprocess.run(
-            ["uv", "pip", "install", "--quiet", "--python", environment, "--require-hashes", "-r", PINNED], check=True
-        )
-        (environment / "done").touch()
-    return environment / "bin"
 
 
 def _free_ports(count: int) -> list[int]:

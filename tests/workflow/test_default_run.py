@@ -5,13 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
+from pathlib import Path
 
 import pytest
 from runs import REPOSITORY, Workflow
 
+from archives import forged, members, validate
 from bugs.corpus import BUGS, MINIMAX
 from configs import config_with
+from layerproof import cli
 from layerproof.model import fp8
 from layerproof.paths import TINY_CHECKPOINT
 
@@ -43,10 +45,10 @@ def test_its_jobs_start_warm(workflow):
     assert len(memory) == 3 and max(memory) < 200, "MB"
 
 
-def layerproof(workflow, *arguments):
-    environment = os.environ | {"PYTHONPATH": "workflow"}
+def layerproof(workflow, *arguments, cwd=None):
+    environment = os.environ | {"PYTHONPATH": str(workflow.directory / "workflow")}
     command = [sys.executable, "-m", "layerproof", *arguments]
-    return subprocess.run(command, cwd=workflow.directory, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=cwd or workflow.directory, env=environment, capture_output=True, text=True)
 
 
 def test_the_shipped_port_passes(workflow):
@@ -91,14 +93,12 @@ def test_a_model_in_fp8_passes(tmp_path):
     assert layer["port"]["bfloat16"] > 2 * layer["disk"]["F8_E4M3"] * 0.99
 
 
-def test_archive_verifies_and_shows_what_was_changed(workflow):
+def test_archive_verifies_and_shows_what_was_changed(workflow, archive):
     assert layerproof(workflow, "verify").returncode == 0
-    workflow.run(target="results/archive/proof.zip")
-    archive = workflow.results / "archive/proof.zip"
     assert layerproof(workflow, "verify", str(archive)).returncode == 0
-    with zipfile.ZipFile(archive) as file:
-        names = set(file.namelist())
+    names = set(members(archive))
     assert {"results/report.html", "results/golden/layer_003.h5", "code/workflow/ports/minimax_m2.py"} <= names
+    assert {"code/Snakefile", "code/workflow/rules/port.smk", "config.yaml", "ro-crate-metadata.json"} <= names
     report = workflow.results / "report.html"
     content = report.read_bytes()
     report.write_bytes(content + b" ")
@@ -108,6 +108,47 @@ def test_archive_verifies_and_shows_what_was_changed(workflow):
     assert "changed: report.html" in outcome.stdout and "added: extra.txt" in outcome.stdout
     report.write_bytes(content)
     (workflow.results / "extra.txt").unlink()
+
+
+@pytest.fixture(scope="module")
+def archive(workflow):
+    workflow.run(target="results/archive/proof.zip results/archive/again.zip")
+    return workflow.results / "archive/proof.zip"
+
+
+def test_the_archive_of_a_run_is_a_valid_crate(archive):
+    code, text = validate(archive)
+    assert code == 0, text
+
+
+def test_the_archive_is_the_same_when_it_is_made_again(workflow, archive):
+    assert (workflow.results / "archive/again.zip").read_bytes() == archive.read_bytes()
+
+
+def test_the_verdict_can_be_made_again_from_the_archive_alone(workflow, archive, tmp_path):
+    outcome = layerproof(workflow, "rerun", str(archive), cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    lines = outcome.stdout.splitlines()
+    assert f"comparisons: {len(STAGES) + 2} made again, {len(STAGES) + 2} of them the same byte for byte" in lines
+    assert {"verdicts: the same", "report: the same byte for byte"} <= set(lines)
+    assert lines[-1] == f"{archive}: the verdicts are the same"
+    assert list(tmp_path.iterdir()) == [], "nothing is left where it was called"
+
+
+def test_a_verdict_that_the_tensors_do_not_give_is_found(archive, tmp_path, capsys):
+    """Tensors of the port are other ones than those that were compared; somebody renewed all checksums."""
+    copy = Path(shutil.copy(archive, tmp_path / "forged.zip"))
+
+    def swap(files):
+        files["results/port/layer_002.h5"] = files["results/port/layer_003.h5"]
+
+    assert cli.run(["verify", str(forged(copy, swap))]) == 0
+    assert cli.run(["rerun", str(copy), "--into", str(tmp_path / "into")]) == 1
+    told = capsys.readouterr().out
+    assert "stages.layer_002.status: pass in the archive, fail made again" in told
+    assert "stages.layer_002.isolated.taps.attn.q.status: pass in the archive, fail made again" in told
+    assert "stages.layer_004" not in told
+    assert json.loads((tmp_path / "into/results/verdicts.json").read_text())["overall"] == "fail"
 
 
 def test_two_targets_of_one_rule_on_a_fresh_clone(tmp_path):

@@ -10,8 +10,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from runs import CACHE, REPOSITORY, Workflow
+from runs import REPOSITORY, Workflow
 
+from environments import CACHE
 from layerproof.files import digest_of, sha256
 from layerproof.paths import TINY_CHECKPOINT
 

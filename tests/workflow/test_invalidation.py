@@ -13,6 +13,7 @@ import pytest
 from runs import dense_and_moe
 from safetensors.torch import load_file, save_file
 
+from layerproof import cli
 from layerproof.files import sha256
 from layerproof.tensors import pruning
 
@@ -340,7 +341,7 @@ def test_any_target_alone(workflow):
         assert "results/bisect.json" in archive.namelist(), "asked for, so part of the run"
 
 
-def test_taps_of_stages_that_pass_are_dropped_and_made_again_for_a_job_that_reads_them(workflow):
+def test_taps_of_stages_that_pass_are_dropped_and_made_again_for_a_job_that_reads_them(workflow, capsys):
     """Nothing else runs for it, and they are what they were."""
     workflow.edit(
         "port.py", ("logits.float().sigmoid()", "logits.float().softmax(-1)"), ("* dim**-0.25", "* dim**-0.5")
@@ -369,6 +370,11 @@ def test_taps_of_stages_that_pass_are_dropped_and_made_again_for_a_job_that_read
         path: digest for path, digest in whole.items() if "golden" in path.parts
     }
     assert started(workflow) == 0
+
+    workflow.run(target="results/archive/pruned.zip")
+    assert cli.run(["rerun", str(workflow.results / "archive/pruned.zip")]) == 0
+    told = capsys.readouterr().out
+    assert "because their taps were pruned: embed, lm_head, norm" in told and "verdicts: the same" in told
 
     workflow.configure(compare={"taps": "all"})
     passing = [stage for stage in STAGES if stage not in LAYERS]

@@ -14,7 +14,7 @@ The packages, in the order in which data flows. None imports one further down:
     compare             port against golden: taps, chains, ranks, weights
     host                what jobs will take, and whether this host has it
     diagnose            why a stage fails
-    report              verdicts, the gate, plots, the page, the manifest
+    report              verdicts, the gate, plots, the page, the manifest, the archive
     terminal            a run's progress, and its last words: the verdict
     project             Layerproof in a folder of one's own: init, run, why, snakefile
     cli                 the command line, from the `verbs` of each package

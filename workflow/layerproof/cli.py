@@ -36,11 +36,12 @@ VERBS = {
         "manifest",
         "archive",
         "verify",
+        "rerun",
         "gate",
     ),
 }
 """The verbs of each module of Layerproof."""
-ORDER = ("init", "run", "gate", "verify", "audit", "preflight", "why", "snakefile", "make-tiny")
+ORDER = ("init", "run", "gate", "verify", "rerun", "audit", "preflight", "why", "snakefile", "make-tiny")
 """Verbs for people, as the help page lists them."""
 
 

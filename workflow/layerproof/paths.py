@@ -13,6 +13,11 @@ GLOSSARY = WORKFLOW / "docs/glossary.md"
 """The words of the report and the docs, each in a paragraph that begins with it in bold."""
 CAUSES = WORKFLOW / "docs/causes.md"
 """What each known mistake is, how it happens, and what to check: a section for each name."""
+TEMPLATES = tuple(
+    LIBRARY / "report/templates" / name
+    for name in ("report.html.j2", "finding.html.j2", "stage.html.j2", "style.css", "script.js")
+)
+"""What the report is laid out by: the page, and what it includes."""
 TINY_CHECKPOINT = "workflow/resources/tiny_minimax_m2"
 """The checkpoint that comes with Layerproof, as config.yaml names it."""
 

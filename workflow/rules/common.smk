@@ -24,7 +24,7 @@ from layerproof.errors import UserError
 from layerproof.host import containers
 from layerproof.model import captured, checkpoint, stages
 from layerproof.model.resolve import resolve
-from layerproof.paths import CAUSES, GLOSSARY, WORKFLOW
+from layerproof.paths import CAUSES, GLOSSARY, TEMPLATES, WORKFLOW
 from layerproof.rerun.job import RECORDS, Job
 from layerproof.rerun.planner import Planner
 from layerproof.terminal.progress import Plan
@@ -79,7 +79,6 @@ def own_file(path):
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-TEMPLATES = ["report.html.j2", "finding.html.j2", "stage.html.j2", "style.css", "script.js"]
 EVERYTHING = [*as_json(CONFIG)]
 """Every section of config.yaml."""
 

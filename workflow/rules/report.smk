@@ -109,7 +109,7 @@ rule plot_model:
 rule report:
     """One self-contained page: the verdict, the map, and for each stage what to do about it."""
     input:
-        templates=[own_file(Path(LIBRARY) / "layerproof/report/templates" / name) for name in TEMPLATES],
+        templates=[own_file(template) for template in TEMPLATES],
         source=[file for file in [CONFIG.port.module] if Path(file).is_file()],  # the lines of code that it shows
         glossary=own_file(GLOSSARY),
         causes=own_file(CAUSES),
@@ -158,7 +158,7 @@ rule manifest:
 
 
 rule archive:
-    """The whole run in one file."""
+    """The whole run in one file, as an RO-Crate; `layerproof rerun` makes its verdict again."""
     input:
         manifest=rules.manifest.output.manifest,
     output:

@@ -1,36 +1,27 @@
-"""The audit trail: what a run read and wrote, with digests; the archive that contains it all; and the check of both."""
+"""The audit trail: what a run read and wrote, with digests, and the check of results/ against it."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import platform
 import subprocess
 import sys
-import zipfile
-import zlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from layerproof import digests
+from layerproof import __version__, digests
 from layerproof.environment import package_versions
 from layerproof.errors import UserError
-from layerproof.files import digest_of, read_json, replacing, sha256, sha256_from_here, write_json, write_text
-from layerproof.paths import WORKFLOW
-from layerproof.rerun import fingerprint
+from layerproof.files import digest_of, read_json, sha256, write_json, write_text
+from layerproof.paths import SNAKEFILE, WORKFLOW
 from layerproof.rerun.records import Record, behind, read_all
-
-if TYPE_CHECKING:
-    from io import BufferedIOBase
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 CHECKSUMS = "MANIFEST.sha256"
 """The digests of the same files for `sha256sum -c`, which works without Layerproof."""
-CONTENTS = "archive.json"
-"""In an archive: a list of every other file in it, with digest and size."""
 NOT_LISTED = ("archive/", "logs/archive/", "logs/export/", "logs/manifest.log", "README.md", MANIFEST, CHECKSUMS)
 """Files that are not listed: those written after or by the manifest, and those that ship with the repository."""
 
@@ -40,14 +31,15 @@ def write(output: Path) -> None:
 
     `jobs` are those that the report and a bisection rest on, found by following records. `outputs` are their files
     under results/, and `inputs` the files that they read from elsewhere, by path with digest and size. `others` are the
-    remaining files of results/, for example those of a run with other settings. `code` maps each source file to the
-    digest of its functions that ran. `digest` covers all the other entries.
+    remaining files of results/, for example those of a run with other settings. `workflow` are the Snakefile and its
+    rules. `code` maps each source file to the digest of its functions that ran. `git` has the commit of the workflow's
+    repository and what was not committed. `digest` covers all the other entries.
 
     Raises:
         UserError: if the report has no record.
     """
     results = output.parent
-    jobs = _jobs_behind_report(results)
+    jobs = jobs_behind_report(results)
     outputs = _outputs(results, jobs)
     read = {path for job in jobs.values() for path in job.inputs if not Path(path).is_relative_to(results)}
     elsewhere = {path for path in read if Path(path).parts[0] != ".snakemake"}  # local copies of files in storage
@@ -55,13 +47,14 @@ def write(output: Path) -> None:
         "schema_version": SCHEMA_VERSION,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": jobs["report"].job.settings,
-        "git": git_state(),
+        "git": git_state() | _uncommitted(),
         "host": {"name": platform.node(), "platform": platform.platform(), "python": sys.version.split()[0]},
-        "packages": package_versions(),
+        "packages": package_versions() | _own_versions(),
         "jobs": {name: _job(record) for name, record in jobs.items()},
         "inputs": {path: _describe(Path(path)) for path in sorted(elsewhere) if Path(path).exists()},
         "checkpoint": _checkpoint(results),
-        "code": {path: digest_of(functions) for path, functions in _code(jobs).items()},
+        "workflow": {name: _describe(path) for name, path in workflow_files().items()},
+        "code": {path: digest_of(functions) for path, functions in code_of(jobs).items()},
         "outputs": {name: _describe(results / name) for name in outputs},
         "others": {name: _describe(results / name) for name in _files(results) if name not in outputs},
     }
@@ -70,7 +63,7 @@ def write(output: Path) -> None:
     write_text(results / CHECKSUMS, "".join(f"{listed[name]['sha256']}  {name}\n" for name in sorted(listed)))
 
 
-def _jobs_behind_report(results: Path) -> dict[str, Record]:
+def jobs_behind_report(results: Path) -> dict[str, Record]:
     """Records by job: of the report, of any bisection, and of every job whose output one of these read."""
     records = read_all(results / "records")
     if "report" not in records:
@@ -89,7 +82,7 @@ def _outputs(results: Path, jobs: Mapping[str, Record]) -> list[str]:
     return [name for name in _files(results) if name in made or name.startswith(several)]
 
 
-def _code(jobs: Mapping[str, Record]) -> dict[str, list[tuple[str, str]]]:
+def code_of(jobs: Mapping[str, Record]) -> dict[str, list[tuple[str, str]]]:
     """The functions that these jobs ran, with their fingerprints, by source file."""
     files: dict[str, list[tuple[str, str]]] = {}
     for entry, recorded in sorted({item for record in jobs.values() for item in record.code.items()}):
@@ -138,80 +131,60 @@ def git_state() -> dict[str, Any]:
         return {"commit": "unknown", "dirty": None}
 
 
+def _uncommitted() -> dict[str, Any]:
+    """What the workflow's tree has beyond its commit: `diff` for `git apply`, and the `untracked` files by name.
+
+    A byte of the diff that is not UTF-8 becomes a surrogate (`surrogateescape`), so that no byte is lost.
+    """
+    if git_state()["commit"] == "unknown":
+        return {"diff": None, "untracked": None}
+    plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+    untracked = _git("ls-files", "-z", "--others", "--exclude-standard").split("\0")
+    return {"diff": _git("diff", "--binary", *plain, "HEAD"), "untracked": sorted(filter(None, untracked))}
+
+
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(WORKFLOW), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, check=True).stdout.decode("utf-8", "surrogateescape")
 
 
-def archive(manifest: Path, output: Path) -> None:
-    """Packs the manifest, the files that the report rests on, and the code and inputs that they were made from.
-
-    Raises:
-        UserError: if a file was changed or removed after the manifest was written, or code other than comments and
-            formatting after it ran: the archive contains exactly what ran.
-    """
-    results = manifest.parent
-    listed = _read(manifest)
-    code = _code(_jobs_behind_report(results))
-    problems = _problems(results, listed)
-    problems += [
-        f"changed: {path}" for path in listed["inputs"] if _differs(Path(path), listed["inputs"][path]["sha256"])
-    ]
-    problems += [
-        f"changed: {entry}"
-        for entry, recorded in itertools.chain.from_iterable(code.values())
-        if fingerprint.current(entry) != recorded
-    ]
-    if problems:
-        renew = "layerproof run results/manifest.json -- --forcerun manifest"
-        raise UserError(f"{manifest}: {problems[0]} ({len(problems)} in all). Renew it: {renew}")
-    packed = {f"results/{name}": results / name for name in (MANIFEST, *listed["outputs"])}
-    packed |= {
-        f"code/{path.lstrip('/')}": fingerprint.path_of(path) for path in code if fingerprint.path_of(path).exists()
-    }
-    packed |= {f"inputs/{path.lstrip('/')}": Path(path) for path in listed["inputs"]}
-    # Outputs and inputs were just checked against the manifest, so they are not read again.
-    known = {f"results/{name}": entry for name, entry in listed["outputs"].items()}
-    known |= {f"inputs/{path.lstrip('/')}": entry for path, entry in listed["inputs"].items()}
-    files = {name: known.get(name) or _describe(path) for name, path in packed.items()}
-    content = {"schema_version": SCHEMA_VERSION, "files": files}
-    with (
-        replacing(output) as temporary,
-        zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as file,
-    ):
-        file.writestr(CONTENTS, json.dumps({**content, "digest": digest_of(content)}, indent=1))
-        for name, path in packed.items():
-            file.write(path, name)
+def _own_versions() -> dict[str, str]:
+    try:
+        return {"layerproof": __version__, "snakemake": metadata.version("snakemake")}
+    except metadata.PackageNotFoundError:  # as in a container of another maker
+        return {"layerproof": __version__}
 
 
-def _differs(path: Path, digest: str) -> bool:
+def workflow_files() -> dict[str, Path]:
+    """The Snakefile and its rules, by their names in the repository."""
+    paths = [SNAKEFILE, *sorted((WORKFLOW / "workflow/rules").glob("*.smk"))]
+    return {str(path.relative_to(WORKFLOW)): path for path in paths}
+
+
+def differs(path: Path, digest: str) -> bool:
+    """Whether a file does not exist or has another SHA-256."""
     return not path.exists() or sha256(path) != digest
 
 
-def verify(path: Path) -> int:
-    """Checks results/ against its manifest, or an archive against the manifest inside, and prints the differences.
-
-    Returns 0 if nothing was changed, removed or added, otherwise 1.
+def read(manifest: Path) -> dict[str, Any]:
+    """The content of a manifest.
 
     Raises:
-        UserError: if there is no usable manifest.
+        UserError: if there is none, or if it was changed by hand.
     """
-    problems = _archive_problems(path) if path.suffix == ".zip" else _problems(path.parent, _read(path))
-    for problem in problems:
-        print(problem)
-    print(f"{path}: " + (f"{len(problems)} files differ" if problems else "every file is as it was"))
-    return 1 if problems else 0
-
-
-def _read(manifest: Path) -> dict[str, Any]:
     try:
         content = read_json(manifest)
-        return _checked(content, manifest)
+        return checked(content, manifest)
     except (OSError, ValueError) as error:
         raise UserError(f"{manifest}: cannot be read ({error}). Run layerproof run {manifest}.") from None
 
 
-def _checked(content: Any, where: Path) -> dict[str, Any]:
+def checked(content: Any, where: Path) -> dict[str, Any]:
+    """The content itself, if it has this schema and its own digest fits it.
+
+    Raises:
+        UserError: if not.
+    """
     if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
         raise UserError(f"{where}: contains no manifest of schema {SCHEMA_VERSION}.")
     if content.get("digest") != digest_of({key: value for key, value in content.items() if key != "digest"}):
@@ -219,30 +192,12 @@ def _checked(content: Any, where: Path) -> dict[str, Any]:
     return content
 
 
-def _problems(results: Path, listed: Mapping[str, Any]) -> list[str]:
+def problems(results: Path, listed: Mapping[str, Any]) -> list[str]:
+    """What was changed, removed or added under results/ since this manifest was written."""
     present = _files(results)
     files = listed["outputs"] | listed["others"]
     return [
         *(f"missing: {name}" for name in files if name not in present),
         *(f"added: {name}" for name in present if name not in files),
-        *(f"changed: {n}" for n in files if n in present and _differs(results / n, files[n]["sha256"])),
+        *(f"changed: {n}" for n in files if n in present and differs(results / n, files[n]["sha256"])),
     ]
-
-
-def _archive_problems(path: Path) -> list[str]:
-    try:
-        with zipfile.ZipFile(path) as file:
-            wanted = _checked(json.loads(file.read(CONTENTS)), path)["files"]
-            present = set(file.namelist()) - {CONTENTS}
-            problems = [f"missing: {name}" for name in wanted if name not in present]
-            problems += [f"added: {name}" for name in sorted(present - wanted.keys())]
-            for name in sorted(present & wanted.keys()):
-                try:
-                    with file.open(name) as content:
-                        same = sha256_from_here(cast("BufferedIOBase", content)) == wanted[name]["sha256"]
-                except (zipfile.BadZipFile, zlib.error):
-                    same = False
-                problems += [] if same else [f"changed: {name}"]
-            return problems
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: is not an archive of a run ({error}).") from None

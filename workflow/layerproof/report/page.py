@@ -34,7 +34,6 @@ from layerproof.shapes import Failure, Verdicts
 from layerproof.taps import OUT
 from layerproof.wording import times
 
-TEMPLATE = Path(__file__).parent / "templates/report.html.j2"
 FIXED = {
     "max_abs": f"max abs < {FIXED_MAX_ABS:g}",
     "mean_abs": f"mean abs < {FIXED_MEAN_ABS:g}",

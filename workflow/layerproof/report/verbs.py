@@ -27,7 +27,9 @@ from layerproof.tensors import pruning
 
 
 def add_verbs(verbs: Verbs) -> None:
-    """Adds `audit`, `prune`, `verdicts`, plots, `report`, `manifest`, `archive`, `verify` and `gate` to the command line."""
+    """Adds `audit`, `prune`, `verdicts`, plots, `report`, `manifest`, `archive`, `verify`, `rerun` and `gate` to the
+    command line.
+    """
     add_job_verb(
         verbs,
         "audit",
@@ -75,6 +77,16 @@ def add_verbs(verbs: Verbs) -> None:
         exits="0 if every file is as it was; 1 if one differs; 2 if the manifest is missing or unusable",
     )
     verb.add_argument("manifest", type=Path, nargs="?", default=Path("results/manifest.json"), help="or an archive")
+    verb = add_person_verb(
+        verbs,
+        "rerun",
+        rerun,
+        "Makes verdicts and report again from the tensors in an archive, and says whether they are the same.",
+        example="layerproof rerun results/archive/2026-11-26.zip --into checked",
+        exits="0 if the verdicts are the same; 1 if they differ; 2 if the archive cannot be used",
+    )
+    verb.add_argument("archive", type=Path)
+    verb.add_argument("--into", type=Path, metavar="FOLDER", help="keep what is made; by default a temporary folder")
     verb = add_person_verb(
         verbs,
         "gate",
@@ -240,11 +252,21 @@ def write_manifest(args: argparse.Namespace) -> None:
 
 
 def write_archive(args: argparse.Namespace) -> None:
-    manifest.archive(args.manifest, args.output)
+    from layerproof.report import archive
+
+    archive.write(args.manifest, args.output)
 
 
 def verify(args: argparse.Namespace) -> int:
-    return manifest.verify(args.manifest)
+    from layerproof.report import archive
+
+    return archive.verify(args.manifest)
+
+
+def rerun(args: argparse.Namespace) -> int:
+    from layerproof.report import rebuild
+
+    return rebuild.rerun(args.archive, args.into)
 
 
 def gate(args: argparse.Namespace) -> int:

@@ -1,0 +1,30 @@
+"""Environments of their own for what does not go into that of the tests."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from layerproof.files import sha256
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
+"""What tests install for themselves and keep."""
+
+
+def install(pinned: Path) -> Path:
+    """The folder of programs of an environment with these pinned packages, which is made once for their versions."""
+    environment = CACHE / f"{pinned.stem}-{sha256(pinned)[:16]}"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / f"{pinned.stem}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (environment / "done").exists():
+            shutil.rmtree(environment, ignore_errors=True)
+            subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, environment], check=True)
+            subprocess.run(
+                ["uv", "pip", "install", "--quiet", "--python", environment, "--require-hashes", "-r", pinned],
+                check=True,
+            )
+            (environment / "done").touch()
+    return environment / "bin"
