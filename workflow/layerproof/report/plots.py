@@ -1,4 +1,4 @@
-"""SVG plots of the comparisons: the errors of one stage, the map of R by stage and tap, and the errors along depth.
+"""SVG plots of the comparisons: the errors of one stage, the map of all stages and taps, and the errors along depth.
 
 Equal input gives equal bytes: there are no dates, and ids depend only on the content. Text stays text.
 """
@@ -41,17 +41,20 @@ DASHES = ("-", "--", "-.", ":")
 MARKERS = "os^Dv<>P"
 GREY = "#d0d0d0"
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-# Better than the golden is no concern and stays pale. Worse gets darker, so that it also shows in print.
+# What is within the limit stays pale. What is further off gets darker, so that it also shows in print.
 SCALE = LinearSegmentedColormap.from_list(
-    "R", [(0, "#b9d6ea"), (0.5, "#f6f6f3"), (0.6, "#fde0b8"), (0.75, "#f08a3c"), (0.9, "#b83a0e"), (1, "#7a1d05")]
+    "times too far off",
+    [(0, "#b9d6ea"), (0.5, "#f6f6f3"), (0.6, "#fde0b8"), (0.75, "#f08a3c"), (0.9, "#b83a0e"), (1, "#7a1d05")],
 )
 
 MAX_PROMPTS = 8
 MAX_POSITIONS = 256
-R_LOW, R_HIGH = 0.5, 10.0
-"""The ends of the map's colour scale. Values of R beyond them get the colour of the end."""
+LOW, HIGH = 0.1, 100.0
+"""The ends of the map's colour scale. Values beyond them get the colour of the end."""
+DARK = 8.0
+"""Above this value, a cell of the map is so dark that its text is white."""
 MAX_LABELLED_STAGES = 16
-"""A map of more stages has no room for R in each cell and for the name of each stage."""
+"""A map of more stages has no room for a number in each cell and for the name of each stage."""
 MIN_COLUMNS = 6
 STAGE_MARGINS = {"left": 0.055, "right": 0.99, "bottom": 0.16, "top": 0.9, "wspace": 0.24}
 """Shares of the figure. A layout that computes them would take as long again as the drawing, for each stage."""
@@ -155,7 +158,9 @@ def _draw_tokens(axes: Axes, token_R: Sequence[Sequence[float | None]]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("position")
     axes.set_ylabel("R")
-    axes.legend(frameon=False, fontsize=8, ncols=4, loc="upper left", borderaxespad=0)
+    axes.legend(
+        frameon=False, fontsize=7, ncols=4, loc="upper left", borderaxespad=0, handlelength=1.2, columnspacing=0.8
+    )
 
 
 def _label_powers(axis: Axis) -> None:
@@ -164,7 +169,11 @@ def _label_powers(axis: Axis) -> None:
     matplotlib's own labels are formulas, and parsing them takes longer than the drawing.
     """
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: "10" + f"{math.log10(value):.0f}".translate(SUPERSCRIPT)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _power(value)))
+
+
+def _power(value: float) -> str:
+    return "10" + f"{math.log10(value):.0f}".translate(SUPERSCRIPT)
 
 
 def _log_ratio(axes: Axes, values: np.ndarray) -> None:
@@ -185,7 +194,8 @@ def _worst_by(step: int, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plot_map(comparisons: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Plots R of every tap (down) of every stage (across); a sign marks what failed, could not run or is missing.
+    """Plots how many times too far off every tap (down) of every stage (across) is; a sign marks what failed, could not run
+    or is missing.
 
     `comparisons` are the contents of results/compare, in the order of the stages.
     """
@@ -193,13 +203,13 @@ def plot_map(comparisons: Sequence[Mapping[str, Any]], output: Path) -> None:
     annotated = len(comparisons) <= MAX_LABELLED_STAGES
     with _figure(output, (11.0, 1.5 + 0.21 * len(taps))) as figure:
         axes = figure.add_subplot()
-        norm = TwoSlopeNorm(0.0, math.log10(R_LOW), math.log10(R_HIGH))
+        norm = TwoSlopeNorm(0.0, math.log10(LOW), math.log10(HIGH))
         for x, comparison in enumerate(comparisons):
             for y, name in enumerate(taps):
                 # A stage that ended before its taps were known has none: all of them get the status of the stage.
                 tap = comparison["taps"].get(name) if comparison["taps"] else {"status": comparison["status"]}
                 if tap:
-                    _draw_cell(axes, x, y, tap, lambda R: SCALE(norm(math.log10(R))), annotated)
+                    _draw_cell(axes, x, y, tap, lambda excess: SCALE(norm(math.log10(excess))), annotated)
         axes.set_xlim(-0.5, max(len(comparisons), MIN_COLUMNS) - 0.5)
         axes.set_ylim(len(taps) - 0.5, -0.5)
         axes.set_yticks(range(len(taps)), taps)
@@ -208,10 +218,10 @@ def plot_map(comparisons: Sequence[Mapping[str, Any]], output: Path) -> None:
         for spine in axes.spines.values():
             spine.set_visible(False)
         bar = figure.colorbar(ScalarMappable(norm, SCALE), ax=axes, pad=0.01, aspect=30, extend="both")
-        ticks = (0.5, 1, 1.5, 2, 3, 5, 10)
-        bar.set_ticks([math.log10(R) for R in ticks], labels=[f"{R:g}" for R in ticks])
+        ticks = (0.1, 0.3, 1, 3, 10, 30, 100)
+        bar.set_ticks([math.log10(excess) for excess in ticks], labels=[f"{excess:g}" for excess in ticks])
         bar.ax.minorticks_off()
-        bar.set_label("R (1: as exact as the golden)")
+        bar.set_label("times too far off (1: the limit)")
         figure.legend(
             handles=[
                 Patch(facecolor=SCALE(norm(0)), edgecolor=GREY, label="pass"),
@@ -228,28 +238,28 @@ def plot_map(comparisons: Sequence[Mapping[str, Any]], output: Path) -> None:
 
 
 def _draw_cell(axes: Axes, x: int, y: int, tap: Mapping[str, Any], colour: Any, annotated: bool) -> None:
-    status, R = tap["status"], tap.get("R")
+    status, excess = tap["status"], tap.get("excess")
     style: dict[str, Any] = {"facecolor": "white", "edgecolor": "white", "linewidth": 0.5}
     sign = ""
     if status == "error":
         style, sign = {"facecolor": "white", "edgecolor": "#777777", "hatch": "////", "linewidth": 0.5}, "E"
     elif status == "missing":
         style, sign = {"facecolor": GREY, "edgecolor": "white", "linewidth": 0.5}, "M"
-    elif R is not None:
-        style["facecolor"] = colour(min(max(R, R_LOW), R_HIGH))
-        sign = _brief(R) if annotated else ""
+    elif excess is not None:
+        style["facecolor"] = colour(min(max(excess, LOW), HIGH))
+        sign = _brief(excess) if annotated else ""
     else:
         style |= {"edgecolor": GREY}
         sign = "•"
     if status == "fail":
         inset = 0.06
         style |= {"edgecolor": "black", "linewidth": 1.2}
-        sign = f"× {sign}" if annotated and R is not None else "×"
+        sign = f"× {sign}" if annotated and excess is not None else "×"
         axes.add_patch(Rectangle((x - 0.5 + inset, y - 0.5 + inset), 1 - 2 * inset, 1 - 2 * inset, zorder=2, **style))
     else:
         axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **style))
     if sign:
-        dark = R is not None and R > 3
+        dark = excess is not None and excess > DARK
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if status == "error" else None
         axes.text(
             x,
@@ -299,29 +309,28 @@ def plot_depth(comparisons: Sequence[Mapping[str, Any]], chains: Sequence[Mappin
 
 
 def _draw_series(axes: Axes, series: Mapping[str, Sequence[float | None]], first: int) -> None:
-    """Draws lines over the stages on a log scale; their styles count from `first`, and zeros lie on the lower edge."""
+    """Draws lines over the stages on a log scale; their styles count from `first`. Zeros, which such a scale has not, lie in
+    a strip of their own below it.
+    """
     positive = [value for values in series.values() for value in values if value]
-    floor = min(positive, default=1e-3) / 3
-    exact = False
+    lowest, highest = min(positive, default=1e-3), max(positive, default=1e-2)
+    has_zeros = any(0 in values for values in series.values())
+    strip = lowest / 4
     for number, (label, values) in enumerate(series.items(), start=first):
-        line = [math.nan if value is None else value or floor for value in values]
-        axes.plot(
-            line,
-            color=LINES[number % len(LINES)],
-            linestyle=DASHES[number % len(DASHES)],
-            marker=MARKERS[number % len(MARKERS)],
-            markersize=4,
-            linewidth=1.2,
-            label=label,
-        )
-        exact = exact or 0 in values
+        style = {"color": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
+        line = [value or math.nan for value in values]  # a line does not lead to a zero
+        axes.plot(line, linestyle=DASHES[number % len(DASHES)], linewidth=1.2, label=label, **style)
+        zeros = [x for x, value in enumerate(values) if value == 0]
+        axes.plot(zeros, [strip / 2] * len(zeros), linestyle="", **style)
     axes.set_yscale("log")
-    axes.set_ylim(floor / 1.5, max([*positive, floor * 10]) * 8)
-    _label_powers(axes.yaxis)
-    if exact:
-        axes.axhline(floor, color=GREY, linewidth=0.8, zorder=0)
+    axes.set_ylim(strip / 4 if has_zeros else lowest / 2, highest * 12)
+    axes.yaxis.set_major_locator(LogLocator(numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "" if value < strip else _power(value)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    if has_zeros:
+        axes.axhspan(strip / 4, strip, facecolor="#eeeeee", linewidth=0, zorder=0)
         axes.annotate(
-            "exact (0)", (1, floor), (-2, 6), ("axes fraction", "data"), "offset points", ha="right", fontsize=8
+            "exact (0)", (1, strip / 2), (-2, -3), ("axes fraction", "data"), "offset points", ha="right", fontsize=8
         )
 
 
@@ -339,8 +348,8 @@ def _label_stages(axes: Axes, stages: Sequence[str]) -> None:
         text.set_rotation(90 if layers[x] is None else 0)
 
 
-def _brief(R: float) -> str:
-    return f"{R:.2f}" if R < 10 else f"{R:.0f}" if R < 1e4 else f"{R:.0e}"
+def _brief(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}" if value < 1e4 else f"{value:.0e}"
 
 
 @contextmanager
