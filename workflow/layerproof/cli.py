@@ -37,11 +37,12 @@ VERBS = {
         "archive",
         "verify",
         "rerun",
+        "diff",
         "gate",
     ),
 }
 """The verbs of each module of Layerproof."""
-ORDER = ("init", "run", "gate", "verify", "rerun", "audit", "preflight", "why", "snakefile", "make-tiny")
+ORDER = ("init", "run", "gate", "diff", "verify", "rerun", "audit", "preflight", "why", "snakefile", "make-tiny")
 """Verbs for people, as the help page lists them."""
 
 

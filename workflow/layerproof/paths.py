@@ -18,6 +18,8 @@ TEMPLATES = tuple(
     for name in ("report.html.j2", "finding.html.j2", "stage.html.j2", "style.css", "script.js")
 )
 """What the report is laid out by: the page, and what it includes."""
+DIFF_TEMPLATE = LIBRARY / "report/templates/diff.html.j2"
+"""What a page of two runs side by side is laid out by."""
 TINY_CHECKPOINT = "workflow/resources/tiny_minimax_m2"
 """The checkpoint that comes with Layerproof, as config.yaml names it."""
 

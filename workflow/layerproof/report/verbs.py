@@ -89,6 +89,18 @@ def add_verbs(verbs: Verbs) -> None:
     verb.add_argument("--into", type=Path, metavar="FOLDER", help="keep what is made; by default a temporary folder")
     verb = add_person_verb(
         verbs,
+        "diff",
+        diff,
+        "Compares two runs: which verdicts turned, whose error grew or shrank, which jobs ran, which versions differ. A run "
+        "is a folder of results, an archive, or a git revision that holds results/.",
+        example="layerproof diff results/archive/before.zip results --page diff.html",
+        exits="0 if no verdict turned; 1 if one did; 2 if a run cannot be read",
+    )
+    verb.add_argument("before")
+    verb.add_argument("after")
+    verb.add_argument("--page", type=Path, metavar="FILE", help="write the difference as a page of its own, too")
+    verb = add_person_verb(
+        verbs,
         "gate",
         gate,
         "Turns the verdict into an exit code, for CI, and says which stages do not pass, where and why.",
@@ -267,6 +279,16 @@ def rerun(args: argparse.Namespace) -> int:
     from layerproof.report import rebuild
 
     return rebuild.rerun(args.archive, args.into)
+
+
+def diff(args: argparse.Namespace) -> int:
+    from layerproof.report import diff
+
+    found = diff.difference(diff.read(args.before), diff.read(args.after))
+    print(*found.lines(), sep="\n")
+    if args.page:
+        write_text(args.page, found.page())
+    return int(bool(found.turned))
 
 
 def gate(args: argparse.Namespace) -> int:
