@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import archives as archive_run
 from archives import CODE, comparable, finish_run, forged, members, repacked
 from layerproof.errors import UserError
 from layerproof.files import digest_of
@@ -39,6 +40,23 @@ def test_an_archive_holds_the_run_and_verifies_anywhere(results, archive, verifi
     elsewhere = archive.rename(tmp_path / "elsewhere.zip")
     (results / "report.html").unlink()
     assert verified(elsewhere) == (0, [f"{elsewhere}: every file is as it was"])
+
+
+def test_an_archive_to_share_has_no_source_no_prompts_and_no_folders(tmp_path, monkeypatch, verified):
+    monkeypatch.setattr(archive_run, "CONFIG", archive_run.CONFIG | {"report": {"share": True}})
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    results = finish_run(files=[("verdicts.json", json.dumps({"place": f"{tmp_path}/run/deep/port.py"}))])
+    path = results / "archive/public.zip"
+    archives.write(results / "manifest.json", path)
+    held = members(path)
+    named = {"results/report.html", "results/verdicts.json", "ro-crate-metadata.json", "MANIFEST.sha256"}
+    assert named <= held.keys() and not any(name.startswith(("code/", "inputs/", "results/golden")) for name in held)
+    assert held["results/verdicts.json"] == b'{"place": "port.py"}'
+    together = b"".join(held.values())
+    for private in (str(tmp_path).encode(), b"Once", b'"anna"', b'"ada"', b"prompts.txt"):
+        assert private not in together, private
+    assert verified(path) == (0, [f"{path}: every file is as it was"])
 
 
 def test_the_config_in_an_archive_is_one_that_layerproof_reads(archive):

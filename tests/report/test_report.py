@@ -385,6 +385,26 @@ def test_the_page_says_what_to_do_next(tmp_path):
     assert "What it is." in text and "What to check." in text, "what docs/causes.md says of the cause"
 
 
+def test_a_page_to_share_has_no_source_no_log_and_no_folders(tmp_path):
+    (tmp_path / "port.py").write_text("class Moe:\n    def route(self, x):\n        return tap('router.scores', x)\n")
+    comparisons = [
+        reports.compared("layer_000", wrong=("router.scores", "out")),
+        reports.stopped("layer_001", f"{tmp_path}/deep/port.py: no weights") | {"golden": {}},
+    ]
+    place = {"file": str(tmp_path / "port.py"), "function": "Moe.route"}
+    comparisons[0]["port"]["places"] = {"router.scores": place}
+    log = tmp_path / "logs/port/layer_001.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("a secret prompt\n")
+    settings = {"model": {"checkpoint": f"{tmp_path}/model"}, "inputs": {"prompts": f"{tmp_path}/prompts.txt"}}
+    settings |= {"port": {"module": f"{tmp_path}/port.py"}}
+    whole = render(comparisons, results=tmp_path, **settings)
+    assert str(tmp_path) in whole and "return tap(" in whole and "a secret prompt" in whole
+    public = render(comparisons, results=tmp_path, **settings, report={"share": True})
+    assert str(tmp_path) not in public and "return tap(" not in public and "a secret prompt" not in public
+    assert "port.py: no weights" in public and "router.scores" in public
+
+
 def test_an_error_shows_the_traceback_of_its_log(tmp_path):
     log = tmp_path / "logs/port/layer_000.log"
     log.parent.mkdir(parents=True)

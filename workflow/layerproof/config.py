@@ -209,6 +209,17 @@ class Compare(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Section):
+    """What the report and archives contain."""
+
+    __pydantic_config__ = PYDANTIC
+
+    share: bool = False
+    """Whether the report and archives leave out the port's source, prompts and local paths, so that you can attach them
+    to a public issue. Such an archive cannot be rerun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Containers(Section):
     """Images that the jobs of each side run in with --sdm apptainer (containers/README.md)."""
 
@@ -252,6 +263,8 @@ class Config(Section):
     stages of one kind. A stage that you request alone runs alone."""
     compare: Compare = field(default_factory=Compare)
     """How verdicts are reached."""
+    report: Report = field(default_factory=Report)
+    """What the report and archives contain."""
     containers: Containers = field(default_factory=Containers)
     """Images that the jobs of each side run in with --sdm apptainer (containers/README.md)."""
 
@@ -264,6 +277,7 @@ SECTIONS: Mapping[type[Section], Mapping[str, type[Section]]] = {
         "port": Port,
         "parallel": Parallel,
         "compare": Compare,
+        "report": Report,
         "containers": Containers,
     },
     Port: {"nxdi": Nxdi},

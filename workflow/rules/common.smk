@@ -83,6 +83,11 @@ EVERYTHING = [*as_json(CONFIG)]
 """Every section of config.yaml."""
 
 
+def caption(name):
+    """A text of Snakemake's own report (snakemake --report)."""
+    return str(WORKFLOW / f"workflow/resources/captions/{name}.rst")
+
+
 wildcard_constraints:
     stage="|".join(ALL_STAGES),
     chain="|".join(CHAINS) or "none",

@@ -35,7 +35,7 @@ rule verdicts:
         diagnoses=expand(rules.diagnose_stage.output.diagnosis, stage=STAGES),
         job=job("verdicts", "cpu", settings=["compare.limit"]),
     output:
-        verdicts=update("results/verdicts.json"),
+        verdicts=report(update("results/verdicts.json"), caption=caption("verdicts"), category="Verdict"),
         record=update("results/records/verdicts.json"),
     log:
         "results/logs/verdicts.log",
@@ -75,7 +75,12 @@ rule plot_stage:
         comparison=rules.compare_stage.output.comparison,
         job=job("plots/{stage}", "cpu", packages=["matplotlib"]),
     output:
-        plot=update("results/plots/{stage}.svg"),
+        plot=report(
+            update("results/plots/{stage}.svg"),
+            caption=caption("stage"),
+            category="Stages",
+            labels={"stage": "{stage}", "plot": "errors of out"},
+        ),
         record=update("results/records/plots/{stage}.json"),
     log:
         "results/logs/plots/{stage}.log",
@@ -94,7 +99,13 @@ rule plot_model:
         chains=rules.verdicts.input.chains,
         job=job("plots/map", "cpu", packages=["matplotlib"]),
     output:
-        plots=update(["results/plots/map.svg", "results/plots/depth.svg"]),
+        map=report(update("results/plots/map.svg"), caption=caption("map"), category="Model", labels={"plot": "map"}),
+        depth=report(
+            update("results/plots/depth.svg"),
+            caption=caption("depth"),
+            category="Model",
+            labels={"plot": "along depth"},
+        ),
         record=update("results/records/plots/map.json"),
     log:
         "results/logs/plots/map.log",
@@ -103,7 +114,7 @@ rule plot_model:
     container:
         CONTAINERS["cpu"]
     shell:
-        layerproof("plot-model", "plots", "comparisons chains")
+        layerproof("plot-model", "map depth", "comparisons chains")
 
 
 rule report:
@@ -122,10 +133,14 @@ rule report:
         chains=rules.verdicts.input.chains,
         diagnoses=rules.verdicts.input.diagnoses,
         records=expand(rules.port_stage.output.record, stage=STAGES),
-        plots=[*expand(rules.plot_stage.output.plot, stage=STAGES), *rules.plot_model.output.plots],
+        plots=[
+            *expand(rules.plot_stage.output.plot, stage=STAGES),
+            rules.plot_model.output.map,
+            rules.plot_model.output.depth,
+        ],
         job=job("report", "cpu", settings=EVERYTHING, packages=["transformers", "torch", "torch-xla"]),
     output:
-        html=update("results/report.html"),
+        html=report(update("results/report.html"), caption=caption("report"), category="Verdict"),
         record=update("results/records/report.json"),
     log:
         "results/logs/report.log",

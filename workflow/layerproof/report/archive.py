@@ -24,6 +24,7 @@ from layerproof.errors import UserError
 from layerproof.files import replacing
 from layerproof.report import manifest
 from layerproof.report.member import Member
+from layerproof.report.privacy import without_paths
 from layerproof.rerun import fingerprint
 
 METADATA = "ro-crate-metadata.json"
@@ -34,6 +35,8 @@ CONTENTS = "archive.json"
 """The list of files in an archive of version 0.1, which has neither metadata nor seal."""
 FIRST_TIME = (1980, 1, 1, 0, 0, 0)
 """The time of every file in an archive: the first that a zip file can state."""
+PUBLIC = ("report.html", "verdicts.json", "compare/", "diagnosis/", "plots/")
+"""What an archive contains with `report.share`, by how names in results/ begin."""
 SEAL_BYTES = 64
 BLOCK_BYTES = 2**20
 UNREADABLE = (OSError, ValueError, LookupError, EOFError, RuntimeError, struct.error, zlib.error, zipfile.BadZipFile)
@@ -57,11 +60,13 @@ def write(manifest_path: Path, output: Path) -> None:
     if problems := [*manifest.problems(results, listed), *_problems_elsewhere(listed, code)]:
         renew = "layerproof run results/manifest.json -- --forcerun manifest"
         raise UserError(f"{manifest_path}: {problems[0]} ({len(problems)} in all). Renew it: {renew}")
-    members = dict(_members(results, manifest_path, listed, code))
+    is_public = listed["config"].get("report", {}).get("share", False)
+    members = dict(_public(results, listed) if is_public else _members(results, manifest_path, listed, code))
     for name, member in members.items():
         if not is_safe(name):
             raise UserError(f"{member.path}: has a name that no archive takes. Rename it, and run again.")
-    members[METADATA] = Member.of(_json(crate.metadata(listed, records, members)), METADATA)
+    metadata = crate.public_metadata(listed, members) if is_public else crate.metadata(listed, records, members)
+    members[METADATA] = Member.of(_json(metadata), METADATA)
     checksums = "".join(f"{members[name].sha256}  {name}\n" for name in sorted(members))
     members[CHECKSUMS] = Member.of(checksums.encode(), CHECKSUMS)
     with replacing(output) as temporary:
@@ -104,6 +109,14 @@ def _members(
     yield CONFIG, Member.of(_yaml(listed["config"]), CONFIG)
     if diff := listed["git"]["diff"]:
         yield UNCOMMITTED, Member.of(diff.encode("utf-8", "surrogateescape"), UNCOMMITTED)
+
+
+def _public(results: Path, listed: Mapping[str, Any]) -> Iterator[tuple[str, Member]]:
+    """What is archived with `report.share`: the report and what it rests on, without prompts, source and local paths."""
+    for name in listed["outputs"]:
+        if name.startswith(PUBLIC) and name.endswith((".json", ".svg", ".html")):
+            content = without_paths((results / name).read_text(encoding="utf-8")).encode()
+            yield f"results/{name}", Member.of(content, f"results/{name}")
 
 
 def name_in(folder: str, path: str) -> str:

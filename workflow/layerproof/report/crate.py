@@ -74,6 +74,23 @@ def metadata(listed: Mapping[str, Any], records: Mapping[str, Record], members: 
     return _Crate(listed, records, members).generate()
 
 
+def public_metadata(listed: Mapping[str, Any], members: Mapping[str, Member]) -> dict[str, Any]:
+    """The content of ro-crate-metadata.json of an archive for the public: its files, without jobs, hosts and users."""
+    crate: Any = ROCrate(version=RO_CRATE_VERSION)
+    for name, member in sorted(members.items()):
+        about = _about(name, member.path) | {"contentSize": str(member.bytes), "sha256": member.sha256}
+        crate.add_file(dest_path=name, properties=about)
+    crate.add_file(dest_path="MANIFEST.sha256", properties=_about("MANIFEST.sha256", "MANIFEST.sha256"))
+    root = crate.root_dataset
+    root["name"] = "Layerproof: a report to share"
+    root["description"] = "The report of a run of Layerproof, without the port's source, prompts and local paths"
+    root["datePublished"] = listed["written"]
+    licence = {"@type": "CreativeWork", "name": "Licence", "description": LICENCE}
+    root["license"] = crate.add(ContextEntity(crate, "#licence", properties=licence))
+    crate.metadata.extra_terms.update({"sha256": NAMESPACE + "sha256"})
+    return crate.metadata.generate()
+
+
 @dataclass(frozen=True)
 class _Execution:
     """One execution of a job: digests by path of what it read and wrote, and what its record says of the run."""

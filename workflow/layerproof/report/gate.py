@@ -114,9 +114,9 @@ def markdown(verdicts: Verdicts) -> str:
     return "\n".join(text)
 
 
-def markdown_of(failure: Failure) -> str:
+def markdown_of(failure: Failure, with_source: bool = True) -> str:
     """One failure as Markdown, for an issue: the table with its row, and the source."""
-    frame = frame_of(failure)
+    frame = frame_of(failure) if with_source else None
     source = (
         ["", f"{code(where(failure))} in {code(frame.function)}:", "", "```python", frame.text(), "```"]
         if frame

@@ -10,7 +10,7 @@ import base64
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from layerproof.report import map as report_map
 from layerproof.report import weights as report_weights
 from layerproof.report.coverage import unused_tensors, what_was_compared, what_was_not_compared
 from layerproof.report.manifest import git_state
+from layerproof.report.privacy import public, without_paths
 from layerproof.report.sentences import diagnosis_sentences
 from layerproof.report.source import CodeFrame
 from layerproof.report.words import NOT_COMPARED, Comparison, counted, number, share
@@ -75,7 +76,15 @@ class Inputs:
 
 
 def render(template: Path, run: Inputs) -> str:
-    """The report as HTML; `template` lies beside the others that it includes."""
+    """The report as HTML; `template` lies beside the others that it includes. With `report.share` it has neither the port's
+    source, nor logs, nor the folders of files.
+    """
+    if run.config.report.share:
+        return without_paths(_render(template, replace(run, config=public(run.config))))
+    return _render(template, run)
+
+
+def _render(template: Path, run: Inputs) -> str:
     jinja = Environment(
         loader=FileSystemLoader(template.parent),
         autoescape=True,
@@ -158,6 +167,7 @@ def _finding(place: int, failure: Failure, run: Inputs, images: Mapping[str, str
     by_stage = {one["stage"]: one for one in run.comparisons}
     excess = {stage: by_stage[stage]["taps"].get(failure["tap"], {}).get("excess") for stage in failure["stages"]}
     log = _log_of(by_stage[first])
+    is_shared = run.config.report.share
     causes = run.causes.read_text(encoding="utf-8") if failure["cause"] else ""
     return {
         **failure,
@@ -167,12 +177,12 @@ def _finding(place: int, failure: Failure, run: Inputs, images: Mapping[str, str
         "link": f"{first}/{failure['tap']}" if failure["tap"] else first,
         "number": gate.how_bad(failure) if failure["tap"] else None,
         "chips": [(stage, times(value) if value else None) for stage, value in excess.items()],
-        "frame": gate.frame_of(failure),
+        "frame": None if is_shared else gate.frame_of(failure),
         "log": log,
-        "log_end": _end_of(run.results / log) if failure["status"] == "error" else None,
+        "log_end": _end_of(run.results / log) if failure["status"] == "error" and not is_shared else None,
         "cause_page": about_cause(causes, failure["cause"]) if failure["cause"] else [],
         "command": f"layerproof run results/compare/{first}.json",
-        "markdown": gate.markdown_of(failure),
+        "markdown": gate.markdown_of(failure, with_source=not is_shared),
         "plot": images.get(first) if failure["status"] == "fail" else None,
     }
 
