@@ -12,10 +12,10 @@ from bugs import harness
 from configs import REPOSITORY
 from layerproof.errors import StageError
 from layerproof.failures import as_stage_error
-from layerproof.measure.rule import LIMIT
 from layerproof.model import tokens
-from layerproof.report.sentences import verdict_sentences
+from layerproof.report import gate
 from layerproof.report.verdicts import collect
+from layerproof.shapes import Verdicts
 from models import save_drawn
 
 pytestmark = pytest.mark.slow
@@ -68,12 +68,23 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-def answer(model: harness.Model, source: str, directory: Path, stage: str = "layer_000") -> list[str]:
-    """The sentences of a report on one stage, run with this port."""
+def judged(model: harness.Model, source: str, directory: Path, stage: str = "layer_000") -> tuple[Verdicts, Verdicts]:
+    """The verdict on one stage, run with this port: with its diagnosis, and by its comparison alone."""
     outcome = harness.run(model, stage, source, directory)
     diagnoses = [outcome.diagnosis] if outcome.diagnosis else []
-    verdicts = collect([outcome.comparison], [], diagnoses)
-    return verdict_sentences(verdicts, [outcome.comparison], [], diagnoses, LIMIT)
+    return collect([outcome.comparison], [], diagnoses), collect([outcome.comparison], [], [])
+
+
+def answer(model: harness.Model, source: str, directory: Path, stage: str = "layer_000") -> list[str]:
+    """The sentences of a report on one stage, run with this port."""
+    verdicts, _ = judged(model, source, directory, stage)
+    return [verdicts["headline"], *verdicts["details"]]
+
+
+def on_terminal(verdicts: Verdicts, directory: Path) -> str:
+    """What the terminal says of the first failure, behind the names of the stages."""
+    line = gate.one_line(verdicts["failures"][0]).partition(": ")[2]
+    return without_numbers(line.replace(f"{directory}/", ""))
 
 
 def edited(source: str, old: str, new: str) -> str:
@@ -98,15 +109,30 @@ def ports_of_the_page() -> list[str]:
     return [first, second, by_diff(second, theta)]
 
 
-def test_without_taps_the_report_says_how_the_error_looks(model, tmp_path):
-    sentences = answer(model, ports_of_the_page()[0], tmp_path)
-    for sentence in sentences[:3]:
-        assert without_numbers(sentence) in SAID
+def what_to_do(verdicts: Verdicts) -> list[str]:
+    """The code that the report shows first, and what it says about it."""
+    failure = verdicts["failures"][0]
+    frame = gate.frame_of(failure)
+    assert frame is not None
+    return [frame.text(), *failure["help"]]
+
+
+def test_without_taps_the_answer_is_how_the_error_looks_and_what_to_hand_over(model, tmp_path):
+    verdicts, alone = judged(model, ports_of_the_page()[0], tmp_path)
+    error, known, *_ = verdicts["details"]
+    for text in (verdicts["headline"], error, known, *what_to_do(verdicts)):
+        assert without_numbers(text) in SAID
+    assert on_terminal(verdicts, tmp_path) in SAID
+    assert on_terminal(alone, tmp_path) in SAID
 
 
 def test_with_taps_it_names_the_mistake(model, tmp_path):
-    first, *_ = answer(model, ports_of_the_page()[1], tmp_path)
-    assert without_numbers(first) in SAID and "attn.q_rot: it behaves as if the port had a rope theta of 10000" in first
+    verdicts, _ = judged(model, ports_of_the_page()[1], tmp_path)
+    assert "attn.q_rot: it behaves as if the port had a rope theta of 10000" in verdicts["headline"]
+    fit, same_stage, *_ = verdicts["details"]
+    for text in (verdicts["headline"], fit, same_stage, *what_to_do(verdicts)):
+        assert without_numbers(text) in SAID
+    assert on_terminal(verdicts, tmp_path) in SAID
 
 
 def test_the_finished_port_of_the_page_passes_with_every_tap(model, tmp_path):
@@ -184,10 +210,10 @@ def with_mistake(edits: list[tuple[str, str]]) -> str:
 
 
 def of_mistakes(sentence: str) -> str:
-    """What the page quotes of the first sentence."""
+    """What the page quotes of the headline."""
     beginning = "layer_000 is the first stage that goes wrong, "
     assert sentence.startswith(beginning), sentence
-    return without_numbers(sentence.removeprefix(beginning).partition(" (with this mistake")[0])
+    return without_numbers(sentence.removeprefix(beginning).removesuffix("."))
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -197,10 +223,10 @@ def test_a_mistake_is_found_and_answered_as_the_page_says(name, model, tmp_path)
     said = of_mistakes(first)
     assert said.startswith(f"at {tap}: ")
     if name == "another theta":
-        said = said.partition(", and ")[0].removesuffix(".")
+        said = said.partition(", and ")[0]
     assert said in SAID
     if name in ("dims before heads", "heads before tokens"):
-        assert f"{said} {without_numbers(second)}" in SAID
+        assert f"{said}. {without_numbers(second)}" in SAID
 
 
 def test_positions_from_1_do_not_show_in_the_output(model, tmp_path):
