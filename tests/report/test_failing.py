@@ -59,8 +59,8 @@ def test_a_culprit_without_a_cause_says_what_to_hand_over():
     comparison["port"]["backend"] = "xla"
     (one,) = failures(comparison, diagnoses=[reports.diagnosis("layer_000", ("attn.q_rot", None))])
     assert one["help"] == [
-        "The port does not hand over attn.q_norm, where the mistake may lie as well. To look there, add "
-        '`x = tap("attn.q_norm", x)` to forward, with x the tensor (from layerproof.taps import tap).'
+        "The port does not hand over attn.q_norm, where the mistake may lie as well. To look there, add lines such "
+        'as x = tap("attn.q_norm", x) to forward (from layerproof.taps import tap).'
     ]
     comparison["port"]["backend"] = "transformers"
     (one,) = failures(comparison, diagnoses=[reports.diagnosis("layer_000", ("attn.q_rot", None))])

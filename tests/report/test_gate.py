@@ -53,7 +53,9 @@ def test_the_exit_code_is_the_verdict(tmp_path, status, code):
     one = reports.stopped("layer_003", "why", status) if code == 2 else one
     outcome = run_gate(write(tmp_path / "verdicts.json", [one]))
     assert outcome.returncode == code and not outcome.stderr
-    assert outcome.stdout.splitlines()[0].startswith({0: "PASS: ", 1: "FAIL: ", 2: "ERROR: "}[code])
+    assert outcome.stdout.splitlines()[0].startswith(
+        {0: "PASS: ", 1: "FAIL (1 of 1 stage): ", 2: "ERROR (1 of 1 stage): "}[code]
+    )
 
 
 def test_stages_that_fail_alike_are_one_line_with_tap_number_cause_and_place(tmp_path):
@@ -62,15 +64,17 @@ def test_stages_that_fail_alike_are_one_line_with_tap_number_cause_and_place(tmp
     outcome = run_gate(write(tmp_path / "verdicts.json", comparisons, diagnoses=diagnoses))
     most = max(one["taps"]["router.scores"]["excess"] for one in comparisons)
     headline, line = outcome.stdout.splitlines()
-    assert headline.startswith("FAIL: layer_000 is the first stage that goes wrong, at router.scores")
-    assert line == f"  layer_000 to layer_002: router.scores {most:.3g} times too far off, router_softmax, port.py:7"
+    assert headline.startswith("FAIL (3 of 3 stages): layer_000 is the first stage that goes wrong, at router.scores")
+    assert (
+        line == f"  layer_000 to layer_002: router.scores up to {most:.3g} times too far off, router_softmax, port.py:7"
+    )
 
 
 def test_a_captured_chain_that_goes_wrong_fails_the_gate(tmp_path):
     comparisons, chains = reports.good()
     wrong = chains[0] | {"chain": "captured", "status": "fail", "first_wrong": "layer_001", "logits": None}
     outcome = run_gate(write(tmp_path / "verdicts.json", comparisons, [*chains, wrong]))
-    assert outcome.returncode == 1 and "layer_001: fail, Chain captured goes wrong by this stage" in outcome.stdout
+    assert outcome.returncode == 1 and "layer_001: fail, chain captured goes wrong by this stage" in outcome.stdout
 
 
 def test_github_gets_annotations_at_the_line_and_a_summary(tmp_path):
@@ -149,8 +153,8 @@ def test_what_changed_since_another_run():
     wrong = [reports.compared(stage, wrong=("out",)) for stage in ("layer_000", "layer_001", "layer_002")]
     before = reports.collect([wrong[0], right[1], wrong[2]])
     now = reports.collect([right[0], wrong[1], wrong[2]])
-    assert gate.changes(before, now) == ["fixed layer_000", "broken layer_001"]
+    assert gate.changes(before, now) == ["fixed: layer_000", "broken: layer_001"]
     now["stages"]["layer_002"]["isolated"]["taps"]["out"]["excess"] *= 3
-    assert gate.changes(before, now)[2:] == ["worse layer_002"]
-    assert gate.changes(now, before)[2:] == ["better, but not right yet, layer_002"]
+    assert gate.changes(before, now)[2:] == ["worse: layer_002"]
+    assert gate.changes(now, before)[2:] == ["better, but not right yet: layer_002"]
     assert gate.changes(before, before) == []

@@ -47,8 +47,8 @@ def test_a_pass_names_its_scope_and_how_close_it_came():
     comparisons, chains = reports.good()
     headline, margin, end_to_end = sentences(comparisons, chains)
     assert re.fullmatch(
-        r"The port passes: all 5 stages and 13 taps agree with the golden \(with at most \d[\d.]* % of the allowed "
-        r"error, in [\w.]+ of \w+\)\.",
+        r"All 5 stages and 13 taps agree with the golden, with at most \d[\d.]* % of the allowed error "
+        r"\([\w.]+ of \w+\)\.",
         headline,
     )
     assert margin.startswith(
@@ -65,18 +65,18 @@ def test_the_margin_of_a_pass_is_that_of_its_worst_group_too():
     tap |= {"band": {"weighted": 2.0, "token": 3.0}, "weighted_R": 1.5, "worst_token": {"index": [0, 3], "R": 5.7}}
     headline, *_ = sentences(comparisons, chains)
     stage = comparisons[1]["stage"]
-    assert headline.endswith(f"(with at most 95 % of the allowed error, in mlp.out of {stage} at token [0,3]).")
+    assert headline.endswith(f", with at most 95 % of the allowed error (mlp.out of {stage} at token [0,3]).")
 
 
 def test_one_stage_that_passes_is_named():
     headline, *_ = sentences([reports.compared("layer_000")])
-    assert headline.startswith("The port passes: layer_000 alone and 5 taps agree with the golden (with at most ")
+    assert headline.startswith("layer_000 alone and 5 taps agree with the golden, with at most ")
 
 
 def test_a_pass_does_not_claim_taps_that_it_never_saw():
     headline, *_ = sentences([reports.compared("layer_000", missing=("mlp.gate", "mlp.up"))])
     assert "1 stage and 5 taps agree" in headline and "2 taps could not be compared" in headline
-    assert "all " not in headline
+    assert "All " not in headline
 
 
 def test_a_failure_names_the_first_culprit_and_what_is_allowed():
@@ -275,7 +275,7 @@ def test_what_else_is_wrong_is_told_once_for_all_stages_that_are_wrong_alike():
     assert sentences(comparisons, diagnoses=diagnoses)[2:-1] == [
         "attn.q_rot is wrong in the same way.",
         "In this stage mlp.out is wrong too, as if the port had gate and up swapped.",
-        "In this stage out is wrong too, and not only because of that.",
+        "In this stage out is wrong by itself too.",
         "layer_001 fails in the same way.",
         f"layer_002 fails at attn.q, as if the port had {SOFTMAX}.",
     ]
@@ -324,8 +324,8 @@ def test_layers_that_were_left_out_are_told_if_there_are_any():
 def test_what_was_not_compared_is_listed_with_its_reason():
     text = words(render(*reports.bad(), layers="0-1"))
     for sentence in (
-        "mlp.gate of layer_000 not compared: the port does not hand over this tap.",
-        "layer_001 not compared: ValueError at port.py:7: no weights.",
+        "mlp.gate of layer_000 was not compared: the port does not hand over this tap.",
+        "layer_001 was not compared: ValueError at port.py:7: no weights.",
         "Chain all ends at layer_001: the port ran out of memory.",
         "all (5 stages); their R and gain do not affect the verdict",
         "Positions from 6 on: no prompt is longer.",
@@ -358,7 +358,7 @@ def test_a_tap_that_only_the_port_has_is_listed():
     comparison = reports.compared("layer_000")
     comparison["statistics"]["port"]["mlp.up"] = comparison["statistics"]["port"]["out"]
     text = words(render([comparison]))
-    assert "mlp.up of layer_000 not compared: the golden has no such tap." in text
+    assert "mlp.up of layer_000 was not compared: the golden has no such tap." in text
     assert "No chain was run" in text
 
 

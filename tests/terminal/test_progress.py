@@ -60,7 +60,7 @@ def test_a_comparison_says_its_verdict_and_how_many_stages_are_left():
     list(run.plan_jobs({"compare_stage": 5}))
     list(run.start(1, job("compare", "embed", "layer_000")))
     first, second = words(run.finish(1))
-    assert first.startswith("embed      pass     1 tap, at most ") and "(4 stages left, about " in first
+    assert first.startswith("embed      pass     1 tap with at most ") and "(4 stages left, about " in first
     assert second.startswith("layer_000  fail     attn.q ") and "times too far off  (3 stages left" in second
 
 
@@ -88,7 +88,7 @@ def test_the_last_words_are_the_verdict_the_report_and_what_to_do():
     list(run.finish(1))
     assert run.is_finished
     headline, report, command = run.conclude()
-    assert headline.startswith("PASS: The port passes: all 5 stages")
+    assert headline.startswith("PASS: All 5 stages")
     assert report == "Report: results/report.html"
     assert command.startswith("Next: ")
 
@@ -99,8 +99,8 @@ def test_a_run_that_finds_nothing_to_do_says_so_and_the_verdict():
     run = progress("results/report.html")
     run.note("Nothing to be done (all requested files are present and up to date).")
     first, headline, *_, last = run.conclude()
-    assert first == "Everything is up to date." and headline.startswith("ERROR: ")
-    assert last == "Next: edit the port, then layerproof run results/compare/layer_000.json"
+    assert first == "Everything is up to date." and headline.startswith("ERROR (2 of 5 stages): ")
+    assert last == "Next: correct the port, then layerproof run results/compare/layer_000.json"
 
 
 def test_a_run_says_what_changed_since_the_one_before():
@@ -111,7 +111,7 @@ def test_a_run_says_what_changed_since_the_one_before():
     leave(comparisons)
     list(run.start(1, job("", "report", ending="html")))
     list(run.finish(1))
-    assert "Since the run before: fixed layer_000" in run.conclude()
+    assert "Since the run before, fixed: layer_000" in run.conclude()
 
 
 @pytest.mark.parametrize("why", ["failed", "stopped"])
@@ -173,12 +173,12 @@ def test_the_last_line_of_a_log(folder, text, last):
     ("target", "overall", "line"),
     [
         ("results/compare/layer_000.json", "fail", "FAIL: layer_000: router.scores "),
-        ("results/compare/embed.json", "pass", "PASS: embed; the error is at most "),
+        ("results/compare/embed.json", "pass", "PASS: embed passes with at most "),
         ("results/compare/layer_001.json", "error", "ERROR: layer_001: error, ValueError at port.py:7: no weights"),
         ("results/diagnosis/layer_000.json", "fail", "FAIL: layer_000: router.scores "),
-        ("results/report.html", "error", "ERROR: layer_000 is the first stage"),
-        ("results/archive/mine.zip", "error", "ERROR: layer_000 is the first stage"),
-        ("all", "error", "ERROR: layer_000 is the first stage"),
+        ("results/report.html", "error", "ERROR (2 of 5 stages): layer_000 is the first stage"),
+        ("results/archive/mine.zip", "error", "ERROR (2 of 5 stages): layer_000 is the first stage"),
+        ("all", "error", "ERROR (2 of 5 stages): layer_000 is the first stage"),
     ],
 )
 def test_each_target_has_its_answer(target, overall, line):

@@ -102,7 +102,7 @@ def started(workflow):
 def test_nothing_changed(workflow):
     outcome = workflow.run(target="all")
     assert outcome.started == 0 and not outcome.made
-    assert "Nothing to be done" in outcome.text
+    assert "Everything is up to date." in outcome.text
 
 
 def test_a_dry_run_changes_nothing(workflow):

@@ -54,7 +54,7 @@ def parser(verb: str | None = None) -> argparse.ArgumentParser:
     usage = "layerproof VERB ...    (layerproof VERB --help describes each)"
     top = argparse.ArgumentParser("layerproof", usage, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--version", action="version", version=f"layerproof {__version__}")
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", help=argparse.SUPPRESS)
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", help=argparse.SUPPRESS, prog="layerproof")
     of_verb = [module for module, names in VERBS.items() if verb in names]
     for module in of_verb or VERBS:
         importlib.import_module(f"layerproof.{module}").add_verbs(verbs)

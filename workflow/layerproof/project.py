@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
     rest = args.behind_dashes
     if not Path("config.yaml").exists() and not any(one.startswith("--configfile") for one in rest):
         raise UserError("config.yaml: does not exist in this directory. Write one with: layerproof init FOLDER")
-    _free_folder()
+    if not NOT_A_RUN.intersection(rest):
+        _free_folder()
     targets = args.targets or [REPORT]
     code = _snakemake("--cores", args.cores, *rest, "--", *targets)
     if code or NOT_A_RUN.intersection(rest):

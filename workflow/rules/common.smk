@@ -25,8 +25,10 @@ from layerproof.host import containers
 from layerproof.model import captured, checkpoint, stages
 from layerproof.model.resolve import resolve
 from layerproof.paths import CAUSES, GLOSSARY, TEMPLATES, WORKFLOW
+from layerproof.report import gate
 from layerproof.rerun.job import RECORDS, Job
 from layerproof.rerun.planner import Planner
+from layerproof.terminal import summary
 from layerproof.terminal.progress import Plan
 
 
@@ -71,7 +73,7 @@ if workflow.is_main_process:
     running.note_this_process()
     # The logger plugin answers what this call asks for; Snakemake knows the targets once it has read the rules.
     plan = Plan(lambda: [str(target) for target in workflow.dag_settings.targets], tuple(STAGES), sides_run_on)
-    snakemake_logger.info(plan.opening(), extra={"layerproof_plan": plan})
+    snakemake_logger.info("Layerproof reads config.yaml.", extra={"layerproof_plan": plan})
 
 
 def own_file(path):
@@ -155,7 +157,12 @@ def job_file(name, described):
     if not workflow.is_main_process:  # in a job, which Snakemake has read the Snakefile again
         return str(PLANNER.path(described.name))
     arguments = described.settings, described.arguments, described.versions
-    return PLANNER.job_file(described.name, *arguments, rerun_requested(name, described.name))
+    return PLANNER.job_file(described.name, *arguments, rerun_requested(name, described.name) or shows_old_lines(name))
+
+
+def shows_old_lines(name):
+    """Whether the report shows lines of a port that a comment has moved since: no record knows of them."""
+    return name == "report" and not CONFIG.report.share and gate.shows_old_lines(summary.REPORT, summary.VERDICTS)
 
 
 def previous_golden(wildcards, folder="golden"):

@@ -9,7 +9,6 @@ from snakemake.utils import format as filled_in
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from layerproof import digests, warm
-from layerproof.terminal import summary
 
 if workflow.storage_settings.default_storage_provider:
     # Of an output that a job may leave as it is, Snakemake 9.27 makes a copy first, on the local disk alone.

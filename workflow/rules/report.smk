@@ -121,7 +121,6 @@ rule report:
     """One self-contained page: the verdict, the map, and for each stage what to do about it."""
     input:
         templates=[own_file(template) for template in TEMPLATES],
-        source=[file for file in [CONFIG.port.module] if Path(file).is_file()],  # the lines of code that it shows
         glossary=own_file(GLOSSARY),
         causes=own_file(CAUSES),
         verdicts=rules.verdicts.output.verdicts,
@@ -152,7 +151,7 @@ rule report:
         layerproof(
             "report",
             "html",
-            "templates source glossary causes verdicts unused audit pruned preflights comparisons chains diagnoses plots records",
+            "templates glossary causes verdicts unused audit pruned preflights comparisons chains diagnoses plots records",
         )
 
 

@@ -37,6 +37,7 @@ from layerproof.model.tokens import Tokens
 from layerproof.taps import OUT, Fed, merged, unseen_before
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor, is_finite
+from layerproof.wording import times
 
 PAIRED = 6
 """How many of the best single faults are tried in pairs with all others."""
@@ -319,7 +320,8 @@ def _try(bench: _Bench, faults: tuple[Fault, ...], tap: str) -> _Attempt | None:
         print(f"{faults[-1].name} at {tap}: does not apply, {'' if known else type(reason).__name__ + ': '}{reason}")
         return None
     attempt = _judge(bench, faults, bench.port[tap], rounded, exact, bench.noise.get(tap))
-    print(f"{' + '.join(fault.name for fault in faults)} at {tap}: R {attempt.R:.4g}")
+    left = f"R {attempt.R:.4g}" if attempt.excess is None else f"{times(attempt.excess)} what is allowed"
+    print(f"{' + '.join(fault.name for fault in faults)} at {tap}: {left}")
     return attempt
 
 

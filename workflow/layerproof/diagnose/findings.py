@@ -162,7 +162,8 @@ def _growth(errors: _Errors) -> list[str]:
     first = np.sqrt(by_token[errors.position < longest / 4].mean())
     last = np.sqrt(by_token[errors.position >= 3 * longest / 4].mean())
     if first > 0 and last > GROWS * first:
-        return [f"The error grows with the position, {last / first:.3g}-fold from the first quarter to the last."]
+        grown = f"{last / first:.3g} times larger in the last quarter than in the first"
+        return [f"The error grows with the position: it is {grown}."]
     return []
 
 

@@ -76,7 +76,8 @@ def excess(result: Mapping[str, Any], limit: float) -> float | None:
 def place(result: Mapping[str, Any], group: str) -> str:
     """Names the worst group of a type: `token [0,3]`, `head 2`."""
     index = result[f"worst_{group}"]["index"]
-    return f"{group} {brackets(index) if isinstance(index, list) else index}"
+    name = "channel block" if group == "block" else group
+    return f"{name} {brackets(index) if isinstance(index, list) else index}"
 
 
 def overall_limit(result: Mapping[str, Any], limit: float) -> tuple[float | None, float]:

@@ -9,7 +9,7 @@ from layerproof.config import Config, Inputs
 from layerproof.measure.rule import GROUP_LIMIT
 from layerproof.model.captured import CHAIN as CAPTURED
 from layerproof.model.stages import EMBED, LM_HEAD, NORM, layer_of, ranges
-from layerproof.report.words import NOT_COMPARED, Comparison, all_taps, counted, with_period
+from layerproof.report.words import NOT_COMPARED, Comparison, all_taps, counted, listed, with_period
 
 FEW_LENGTHS = 8
 """Up to this many prefill lengths are listed one by one."""
@@ -90,12 +90,16 @@ def what_was_not_compared(
         for name in comparison["statistics"]["port"]:
             if name not in taps:
                 extra.setdefault(name, []).append(stage)
-    for (name, reason), found in reasons.items():
-        reason = reason.removeprefix(f"{found[0]}: ")
-        what = f"{name} of {ranges(found)}" if name else ranges(found)
-        sentences.append(f"{what} not compared: {with_period(reason)}")
     for name, found in extra.items():
-        sentences.append(f"{name} of {ranges(found)} not compared: the golden has no such tap.")
+        reasons[name, "the golden has no such tap"] = found
+    together: dict[tuple[str, tuple[str, ...]], list[str | None]] = {}
+    for (name, reason), found in reasons.items():
+        together.setdefault((reason.removeprefix(f"{found[0]}: "), tuple(found)), []).append(name)
+    for (reason, found), names in together.items():
+        taps = [name for name in names if name]
+        what = f"{listed(taps)} of {ranges(found)}" if taps else ranges(found)
+        were = "was" if len(taps) == 1 or (not taps and len(found) == 1) else "were"
+        sentences.append(f"{what} {were} not compared: {with_period(reason)}")
     left_out = {one["stage"]: one["routing"]["left_out"] for one in comparisons if one["routing"]}
     if sum(left_out.values()):
         sentences.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from layerproof.model.resolve import resolve
 from layerproof.model.stages import ranges
 from layerproof.report.source import CodeFrame, code_frame
 from layerproof.report.verdicts import SCHEMA_VERSION
+from layerproof.report.words import counted
 from layerproof.rerun.records import behind, read_all, why_stale
 from layerproof.shapes import Failure, Verdicts
 from layerproof.wording import times
@@ -65,13 +67,27 @@ def why_outdated(path: Path) -> str | None:
         as_if_right = replace(record, error=None)  # a stage that ended as an error has a verdict, too
         reason = why_stale(as_if_right, now, map(Path, record.inputs), map(Path, record.outputs))
         if reason:
-            return f"{name} would run because {reason}"
+            return f"{name} would run, because {reason}"
     return None
 
 
 def frame_of(failure: Failure) -> CodeFrame | None:
     """The source that hands over the tap at which these stages fail, as it is now."""
     return code_frame(failure["place"], failure["tap"]) if failure["tap"] else None
+
+
+def shows_old_lines(report: Path, verdicts: Path) -> bool:
+    """Whether a report shows other lines of source than are there now, because a comment or an edit of no consequence has
+    moved or changed them.
+    """
+    try:
+        failures, page = read(verdicts)["failures"], report.read_text(encoding="utf-8")
+    except (UserError, OSError):
+        return False
+    frames = [frame for failure in failures if (frame := frame_of(failure))]
+    texts = [f"{frame.file}:{frame.line}</code>" for frame in frames]
+    texts += [html.escape(line) for frame in frames for _, line in frame.lines]
+    return any(text.replace("&#x27;", "&#39;").replace("&quot;", "&#34;") not in page for text in texts)
 
 
 def where(failure: Failure) -> str:
@@ -84,12 +100,15 @@ def how_bad(failure: Failure) -> str:
     """`147 times too far off`, or the status of what has no number."""
     if failure["excess"] is None or failure["excess"] <= 1:
         return failure["status"]
-    return f"{times(failure['excess'])} too far off"
+    up_to = "up to " if len(failure["stages"]) > 1 else ""
+    return f"{up_to}{times(failure['excess'])} too far off"
 
 
 def lines(verdicts: Verdicts) -> Iterator[str]:
     """Yields the verdict as lines for a terminal: the headline, and one line for each group of stages that fail alike."""
-    yield f"{verdicts['overall'].upper()}: {verdicts['headline']}"
+    failed = sum(stage["status"] != "pass" for stage in verdicts["stages"].values())
+    count = f" ({failed} of {counted(len(verdicts['stages']), 'stage')})" if failed else ""
+    yield f"{verdicts['overall'].upper()}{count}: {verdicts['headline']}"
     for failure in verdicts["failures"]:
         yield "  " + one_line(failure)
 
@@ -97,13 +116,20 @@ def lines(verdicts: Verdicts) -> Iterator[str]:
 def one_line(failure: Failure) -> str:
     """Stages, tap, number, cause and place of a failure; without a cause, its reason."""
     place = where(failure)
-    reason = failure["text"].partition(". ")[0] if failure["tap"] else failure["text"]
-    parts = [
-        " ".join([f"{ranges(failure['stages'])}:", *([failure["tap"]] if failure["tap"] else []), how_bad(failure)]),
-        failure["cause"] or reason.rstrip("."),
-        *([place] if place else []),
-    ]
-    return ", ".join(parts)
+    what = " ".join([f"{ranges(failure['stages'])}:", *([failure["tap"]] if failure["tap"] else []), how_bad(failure)])
+    return ", ".join([what, *([why] if (why := _why(failure)) else []), *([place] if place else [])])
+
+
+def _why(failure: Failure) -> str:
+    """The cause, or else the first sentence on the error; of what has no number, all of them."""
+    if failure["cause"]:
+        return failure["cause"]
+    if not failure["tap"]:
+        return failure["text"].rstrip(".")
+    text = failure["text"].partition(". ")[0].rstrip(".")
+    if text.lower().startswith("the error is") and failure["excess"] is not None:
+        return ""  # the number says it
+    return text if text[:1] != text[:1].upper() or text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}"
 
 
 def markdown(verdicts: Verdicts) -> str:
@@ -211,9 +237,9 @@ def changes(before: Verdicts, now: Verdicts) -> list[str]:
         "fixed": [stage for stage in both if was[stage] != "pass" and is_[stage] == "pass"],
         "broken": [stage for stage in both if was[stage] == "pass" and is_[stage] != "pass"],
         "worse": [stage for stage in both if _factor(before, now, stage) > 2],
-        "better, but not right yet,": [stage for stage in both if 0 < _factor(before, now, stage) < 0.5],
+        "better, but not right yet": [stage for stage in both if 0 < _factor(before, now, stage) < 0.5],
     }
-    return [f"{what} {ranges(stages)}" for what, stages in found.items() if stages]
+    return [f"{what}: {ranges(stages)}" for what, stages in found.items() if stages]
 
 
 def _factor(before: Verdicts, now: Verdicts, stage: str) -> float:
@@ -221,7 +247,9 @@ def _factor(before: Verdicts, now: Verdicts, stage: str) -> float:
     sides = [one["stages"][stage] for one in (before, now)]
     if any(side["status"] != "fail" for side in sides):
         return 1.0
-    most = [max((tap["excess"] or 0.0 for tap in side["isolated"]["taps"].values()), default=0.0) for side in sides]
+    before_taps, now_taps = (side["isolated"]["taps"] for side in sides)
+    common = [name for name in now_taps if name in before_taps]  # a tap that was not handed over before is no news
+    most = [max((taps[name]["excess"] or 0.0 for name in common), default=0.0) for taps in (before_taps, now_taps)]
     return most[1] / most[0] if all(most) else 1.0
 
 

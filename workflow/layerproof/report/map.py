@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerproof.model.stages import layer_of
-from layerproof.report.words import NOT_COMPARED, Comparison, share
+from layerproof.report.words import NOT_COMPARED, Comparison, number, share
 from layerproof.taps import OUT, merged
 from layerproof.wording import times
 
@@ -100,8 +100,8 @@ def _chain(chain: Mapping[str, Any], columns: Sequence[Column]) -> Row:
             sign = "E" if entry["status"] == "error" else "M"
             return Cell(entry["status"], sign, f"{title}{entry['status']}, {entry['reason']}", stage)
         wrong = entry.get("wrong") or entry["role"] == "injects"
-        gain = "" if entry["gain"] is None else f", gain {entry['gain']:.3g}"
-        said = f"{entry['role'] or 'runs'}, propagated error {entry['propagated_error']:.3g}{gain}"
+        gain = "" if entry["gain"] is None else f", gain {number(entry['gain'])}"
+        said = f"{entry['role'] or 'runs'}, propagated error {number(entry['propagated_error'])}{gain}"
         return Cell("x" if wrong else "exact", ROLES.get(entry["role"], "·"), title + said, stage)
 
     return Row(f"chain {chain['chain']}", tuple(cell(column.stage) for column in columns))

@@ -194,14 +194,15 @@ def _next(failure: Failure, finding: Mapping[str, Any]) -> dict[str, Any]:
     if failure["status"] != "fail":
         todo = f"Read what the log of {finding['first']} ends with, below."
     elif frame:
-        todo = f"Look at the code above: it hands over {tap}."
+        todo = "Look at the code above, and at what it calls. It hands over"
     else:
-        todo = f"Look at the code that computes {tap}." if tap else None
+        todo = "Look at the code that computes" if tap else None
     return {
         "frame": frame,
         "todo": todo,
+        "tap": tap if failure["status"] == "fail" else None,
         "help": failure["help"],
-        "prove": "See whether a fix is one: this runs the stage alone, and what it needs.",
+        "prove": f"Check your fix: this runs {finding['first']} and what it needs.",
         "command": finding["command"],
         "log": finding["log"],
         "cause": failure["cause"],

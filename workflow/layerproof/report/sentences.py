@@ -80,7 +80,7 @@ def verdict_sentences(
             f"{counted(len(comparisons), 'stage')} and {counted(agreeing, 'tap')} agree with the golden.",
         ]
     missing = sum(tap["status"] == "missing" for _, _, tap in all_taps(comparisons))
-    every = f"all {len(comparisons)} stages" if len(comparisons) > 1 else f"{comparisons[0]['stage']} alone"
+    every = f"All {len(comparisons)} stages" if len(comparisons) > 1 else f"{comparisons[0]['stage']} alone"
     scope = (
         f"{every} and {counted(agreeing, 'tap')} agree with the golden"
         if not missing
@@ -88,7 +88,12 @@ def verdict_sentences(
         f"{counted(missing, 'tap')} could not be compared"
     )
     near, rule = _margin(comparisons, limit)
-    return [f"The port passes: {scope}{near}.", *rule, *_captured(chains, alone=True), *_end_to_end(chains)]
+    return [
+        f"{scope}{near}.",
+        *rule,
+        *_captured(chains, alone=True),
+        *_end_to_end(chains),
+    ]
 
 
 def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
@@ -207,7 +212,7 @@ def _in_the_same_stage(culprits: Sequence[Mapping[str, Any]]) -> list[str]:
     for text, taps in by_cause.items():
         where = f"{listed(taps)} {'is' if len(taps) == 1 else 'are'} wrong"
         if text is None:
-            sentences.append(f"In this stage {where} too, and not only because of that.")
+            sentences.append(f"In this stage {where} by {'itself' if len(taps) == 1 else 'themselves'} too.")
         elif first and text == first["text"]:
             sentences.append(f"{where} in the same way.")
         else:
@@ -266,7 +271,7 @@ def _margin(comparisons: Sequence[Comparison], limit: float) -> tuple[str, list[
         f"{GROUP_LIMIT * limit:g} times at its worst token, head, channel block or expert. Smaller mistakes do not show."
     )
     at = f" at {where}" if where else ""
-    return f" (with at most {share(most)} of the allowed error, in {name} of {stage}{at})", [rule]
+    return f", with at most {share(most)} of the allowed error ({name} of {stage}{at})", [rule]
 
 
 def diagnosis_sentences(diagnosis: Mapping[str, Any], comparison: Comparison) -> list[tuple[str | None, str]]:
@@ -311,8 +316,8 @@ def not_handed_over(tap: str, comparison: Comparison) -> list[str]:
     if not between or (comparison.get("port") or {}).get("backend") != OWN_MODULE:
         return []
     return [
-        f"The port does not hand over {listed(between)}, where the mistake may lie as well. To look there, add "
-        f'`x = tap("{between[-1]}", x)` to forward, with x the tensor (from layerproof.taps import tap).'
+        f"The port does not hand over {listed(between)}, where the mistake may lie as well. To look there, add lines such "
+        f'as x = tap("{between[0]}", x) to forward (from layerproof.taps import tap).'
     ]
 
 

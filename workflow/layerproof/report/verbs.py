@@ -51,7 +51,6 @@ def add_verbs(verbs: Verbs) -> None:
         "plots",
         "records",
         "templates",
-        "source",
         "glossary",
         "causes",
         "verdicts",
@@ -96,8 +95,8 @@ def add_verbs(verbs: Verbs) -> None:
         example="layerproof diff results/archive/before.zip results --page diff.html",
         exits="0 if no verdict turned; 1 if one did; 2 if a run cannot be read",
     )
-    verb.add_argument("before")
-    verb.add_argument("after")
+    verb.add_argument("before", help="a folder of results, an archive, or a git revision")
+    verb.add_argument("after", help="another one")
     verb.add_argument("--page", type=Path, metavar="FILE", help="write the difference as a page of its own, too")
     verb = add_person_verb(
         verbs,
@@ -107,7 +106,8 @@ def add_verbs(verbs: Verbs) -> None:
         example="layerproof gate --github --junit layerproof.xml",
         exits="0 if the port passes; 1 if it fails; 2 if a stage could not be compared, or the verdict is outdated",
     )
-    verb.add_argument("verdicts", type=Path, nargs="?", default=Path("results/verdicts.json"))
+    text = "by default results/verdicts.json"
+    verb.add_argument("verdicts", type=Path, nargs="?", default=Path("results/verdicts.json"), help=text)
     verb.add_argument("--markdown", action="store_true", help="print the verdict as Markdown")
     verb.add_argument("--github", action="store_true", help="print annotations for GitHub, and write the job's summary")
     verb.add_argument("--junit", type=Path, metavar="FILE", help="write a test report with one case a stage and tap")
@@ -246,7 +246,6 @@ def write_report(args: argparse.Namespace) -> None:
     # Not the records: they hold times, which are no reason to write the report again.
     files = [
         *args.templates,
-        *args.source,
         args.glossary,
         args.causes,
         args.verdicts,
@@ -295,12 +294,12 @@ def gate(args: argparse.Namespace) -> int:
     from layerproof.report import gate
 
     verdicts = gate.read(args.verdicts)
+    if reason := gate.why_outdated(args.verdicts):
+        raise UserError(f"{args.verdicts}: is outdated: {reason}. Run layerproof run.")
     if args.junit:
         gate.write_junit(verdicts, args.junit)
     if args.github:
         gate.write_job_summary(verdicts)
         print(*gate.github(verdicts), sep="\n")
     print(*([gate.markdown(verdicts)] if args.markdown else gate.lines(verdicts)), sep="\n")
-    if reason := gate.why_outdated(args.verdicts):
-        raise UserError(f"{args.verdicts}: is outdated, since {reason}. Run layerproof run.")
     return gate.EXIT[verdicts["overall"]]

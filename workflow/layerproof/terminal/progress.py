@@ -11,7 +11,7 @@ from pathlib import Path
 
 from layerproof.files import read_json
 from layerproof.model.stages import all_stages, ranges
-from layerproof.report.words import counted, share, with_period
+from layerproof.report.words import counted, with_period
 from layerproof.shapes import Verdicts
 from layerproof.terminal import summary
 from layerproof.wording import times
@@ -41,8 +41,16 @@ class Plan:
     stages: tuple[str, ...]
     sides: Callable[[], Mapping[str, str]]
 
+    def asked(self) -> list[str]:
+        """The stages that this run compares: those of the files that it was asked for, or all."""
+        named = [Path(target).stem for target in self.targets()]
+        return (
+            [one for one in self.stages if one in named] if named and set(named) <= set(self.stages) else [*self.stages]
+        )
+
     def opening(self) -> str:
-        return f"{counted(len(self.stages), 'stage')} ({ranges(list(self.stages))})"
+        stages = self.asked()
+        return f"{counted(len(stages), 'stage')} ({ranges(stages)})"
 
 
 @dataclass
@@ -196,7 +204,7 @@ class Progress:
 
     def left(self) -> str:
         """How many stages are left to compare, and about how long the run takes yet."""
-        left = len(set(self.plan.stages) - self.judged)
+        left = len(set(self.plan.asked()) - self.judged)
         seconds = self.estimate()
         parts = [f"{counted(left, 'stage')} left"] if left else []
         parts += [f"about {duration(seconds)}"] if seconds is not None and left else []
@@ -239,7 +247,7 @@ def stage_line(path: Path) -> str:
     name = next((name for name, tap in taps.items() if tap["status"] == "fail"), None)
     if status == "pass":
         most = max((tap["excess"] for tap in taps.values() if tap.get("excess") is not None), default=None)
-        what = counted(len(taps), "tap") + (f", at most {share(most)} of what is allowed" if most is not None else "")
+        what = counted(len(taps), "tap") + (f" {summary.how_near(most)}" if most is not None else "")
     elif name is None:
         what = comparison["reason"].removeprefix(f"{path.stem}: ")
     else:

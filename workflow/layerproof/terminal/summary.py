@@ -65,7 +65,7 @@ def _of_all(before: Verdicts | None) -> Answer:
     changed = gate.changes(before, verdicts) if before else []
     lines = [
         *gate.lines(verdicts),
-        *([f"Since the run before: {'; '.join(changed)}"] if changed else []),
+        *([f"Since the run before, {'; '.join(changed)}"] if changed else []),
         *([f"Report: {REPORT}"] if REPORT.exists() else []),
         f"Next: {_next(verdicts)}",
     ]
@@ -74,12 +74,12 @@ def _of_all(before: Verdicts | None) -> Answer:
 
 def _next(verdicts: Verdicts) -> str:
     if not verdicts["failures"]:
-        return "layerproof gate --help says how to check this in CI"
+        return "layerproof run results/archive/NAME.zip keeps this run as proof; layerproof gate checks it in CI"
     first = verdicts["failures"][0]
     place = gate.where(first)
     command = gate.next_command(verdicts)
     if first["status"] == "fail":
-        return f"{f'edit {place}' if place else 'edit the port'}, then {command}"
+        return f"{f'look at {place}' if place else 'correct the port'}, then {command}"
     return f"read {log_of(first['stages'][0])}, then {command}"
 
 
@@ -120,15 +120,20 @@ def _of_stage(stage: str, with_diagnosis: bool) -> Answer:
         most = max(
             (tap["excess"] for tap in comparison["taps"].values() if tap.get("excess") is not None), default=None
         )
-        near = f"; the error is at most {share(most)} of what is allowed" if most is not None else ""
-        return Answer(overall, (f"PASS: {stage}{near}",))
+        near = f" {how_near(most)}" if most is not None else ""
+        return Answer(overall, (f"PASS: {stage} passes{near}",))
     lines = [f"{overall.upper()}: {gate.one_line(one)}" for one in found]
     place = gate.where(found[0])
     if status != "fail":
         return Answer(overall, (*lines, f"Log: {log_of(stage)}"))
     why = f"layerproof run results/diagnosis/{stage}.json says why"
-    again = f"{f'edit {place}' if place else 'edit the port'}, then layerproof run results/compare/{stage}.json"
+    again = f"{f'look at {place}' if place else 'correct the port'}, then layerproof run results/compare/{stage}.json"
     return Answer(overall, (*lines, f"Next: {again if with_diagnosis else why}"))
+
+
+def how_near(most: float) -> str:
+    """How much of the allowed error is used, as the end of a sentence."""
+    return f"with at most {share(most)} of the allowed error" if most else "exactly"
 
 
 def _of_chain(chain: dict[str, Any]) -> Answer:
@@ -136,9 +141,8 @@ def _of_chain(chain: dict[str, Any]) -> Answer:
     if chain["first_wrong"]:
         return Answer(overall, (f"{overall.upper()}: chain {name} goes wrong by {chain['first_wrong']} at the latest",))
     ran = [stage for stage, entry in chain["stages"].items() if entry["status"] == "pass"]
-    last = (
-        f", with an error of {chain['stages'][ran[-1]]['propagated_error']:.3g} (relative L2) at its end" if ran else ""
-    )
+    error = chain["stages"][ran[-1]]["propagated_error"] if ran else None
+    last = "" if error is None else f", with an error of {number(error)} (relative L2) at its end"
     return Answer(overall, (f"{overall.upper()}: chain {name} ran through {len(ran)} stages{last}",))
 
 
