@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from layerproof.tensors import hdf5
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 Taps = dict[str, hdf5.Tensor]
 
@@ -84,6 +87,7 @@ def make_stage(
 
     dtype = getattr(torch, settings.golden.dtype)
     model = full_model.model if full_model else load(stage, directory, description, device, dtype, settings)
+    log.info("golden/%s: weights loaded, runs on %s", stage, _device_name(device))
     golden = run(model, stage_input)
     attributes: dict[str, Any] = {"stage": stage, "device": _device_name(device)}
     if full_model:
@@ -100,7 +104,9 @@ def make_stage(
         hdf5.write(output, alone, valid=tokens.valid, attributes=attributes, documents=documents)
         write_noise(noise, {}, [], strayed)
         return
+    log.info("golden/%s: runs its variants, for the noise", stage)
     others = dict(variants(model, functools.partial(run, model), stage_input))
+    log.info("golden/%s: runs in fp32, for the truth", stage)
     truth_input = None if stage_input is None else stage_input.float()
     twin = exact(model, stage, directory, description, device, settings)
     truth = run(twin, truth_input)

@@ -49,6 +49,8 @@ from layerproof.model.stages import EMBED, LM_HEAD, NORM, layer_of, layer_stage
 from layerproof.rerun.recorder import cached
 from layerproof.tensors.hdf5 import dtype_name
 
+log = logging.getLogger(__name__)
+
 
 def meta_model(
     directory: Path, trust_remote_code: bool, dtype: torch.dtype | None = None, **implementations: str
@@ -280,7 +282,10 @@ def describe_stages(
     expected: dict[str, str] = read_json(index)["weight_map"] if index.exists() else dict.fromkeys(found, SINGLE)
     model = meta_model(directory, trust_remote_code)
     by_stage, unused = assign_stages(model, sorted({*expected, *found}))
-    described = {stage: describe(stage, by_stage.get(stage, {}), found, expected, damaged) for stage in stages}
+    described = {}
+    for number, stage in enumerate(stages, start=1):
+        log.info("weights: takes the digests of %s, %d of %d stages", stage, number, len(stages))
+        described[stage] = describe(stage, by_stage.get(stage, {}), found, expected, damaged)
     for stage, entry in described.items():
         filled = {tensor["parameter"] for tensor in entry.get("tensors", {}).values()}
         missing = sorted(parameters_of(model, stage).keys() - filled)

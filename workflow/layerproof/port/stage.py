@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from layerproof.port.prepare import StageRun, prepare_stage
 from layerproof.port.runner import Runner
 from layerproof.taps import OUT, forward_place, in_order, locating
 from layerproof.tensors import hdf5
+
+log = logging.getLogger(__name__)
 
 COMPILER_FILES = Path(".layerproof/neuron").absolute()  # before a port changes the directory
 """Folder for the files of Neuron's compiler for each stage: its log, and the graph that it compiled."""
@@ -45,8 +48,10 @@ def make_stage(
     compilations = _compilations()
     ready = prepare_stage(StageRun.on_device(runner, stage, description, stage_input))
     documents: dict[str, Any] = {hdf5.CONVERSION: ready.conversion}
+    log.info("port/%s: weights converted, compiles and runs without taps", stage)
     with torch.no_grad():
         plain = _on_host(ready.forward(with_taps=False))
+        log.info("port/%s: compiles and runs with taps", stage)
         with locating() as places:
             tapped = _on_host(ready.forward(with_taps=True))
         if runner.port and (place := forward_place(ready.module)):
@@ -54,6 +59,7 @@ def make_stage(
         documents[hdf5.PLACES] = {name: place.as_json() for name, place in places.items()}
         change = _check_taps(stage, plain, tapped, lambda: _on_host(ready.forward(with_taps=False)))
         if trace := _trace(runner, output):
+            log.info("port/%s: compiles as it is shipped", stage)
             shipped = ready.to_compile()
             eager = tapped | plain
             plain, tapped = (_on_host(shipped.compiled(trace, with_taps)) for with_taps in (False, True))

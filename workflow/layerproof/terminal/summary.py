@@ -11,7 +11,7 @@ from layerproof.errors import UserError
 from layerproof.files import read_json
 from layerproof.report import gate
 from layerproof.report.failing import failures
-from layerproof.report.words import share
+from layerproof.report.words import number, share
 from layerproof.shapes import Verdicts
 
 RESULTS = Path("results")
