@@ -122,6 +122,9 @@ def test_a_run_that_did_not_finish_has_no_verdict(folder, why):
     list(run.plan_jobs({"compare_stage": 5, "report": 1}))
     failing = job("compare", "layer_001")
     list(run.start(1, failing))
+    if why == "stopped":
+        assert list(run.warn("Terminating processes on user request, this might take some time.")) == []
+        assert list(run.fail(1, failing)) == []
     if why == "failed":
         log = folder / failing.logs[0]
         log.parent.mkdir(parents=True)
@@ -130,8 +133,8 @@ def test_a_run_that_did_not_finish_has_no_verdict(folder, why):
         list(run.stop("WorkflowError", "At least one job did not complete successfully."))
     assert not run.is_finished
     first, *rest = run.conclude()
-    count = "1 job failed" if why == "failed" else "it was stopped"
-    assert first == f"NO VERDICT: the run did not finish, {count} (0 of 6 jobs done)."
+    said = "did not finish, 1 job failed" if why == "failed" else "was stopped"
+    assert first == f"NO VERDICT: the run {said} (0 of 6 jobs done)."
     assert not any("PASS" in line for line in rest)
     assert why == "stopped" or f"Log: {failing.logs[0]}" in rest[0]
 

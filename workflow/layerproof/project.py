@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -110,11 +111,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _snakemake(*arguments: str) -> int:
-    """Calls snakemake in this folder and returns its exit code. Ctrl-C reaches it too, and it ends by itself."""
+    """Calls snakemake in this folder and returns its exit code. Ctrl-C reaches it too, and a termination is passed on."""
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE), "--directory", ".", *arguments]
     # Jobs run `python`: the one that runs this, also where its environment is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     process = subprocess.Popen(command, env={**os.environ, "PATH": path})
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while True:
         try:
             return process.wait()

@@ -74,9 +74,13 @@ class RunningJob:
 
     def says(self) -> str:
         """The last line of the newest of its logs, without its time."""
-        paths = [path for path in map(Path, self.logs) if path.exists()]
-        newest = max(paths, key=lambda path: path.stat().st_mtime_ns, default=None)
+        newest = self.newest_log()
         return last_line(newest) if newest else ""
+
+    def newest_log(self) -> Path | None:
+        """The log that was written last, of those that are there."""
+        paths = [path for path in map(Path, self.logs) if path.exists()]
+        return max(paths, key=lambda path: path.stat().st_mtime_ns, default=None)
 
     def title(self) -> str:
         stages = self.stages
@@ -118,6 +122,7 @@ class Progress:
     failed: dict[int, RunningJob] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     has_nothing_to_do: bool = False
+    was_stopped: bool = False
 
     def plan_jobs(self, stats: Mapping[str, int]) -> Iterator[str]:
         """Yields what runs, given how many jobs of each rule do."""
@@ -150,6 +155,7 @@ class Progress:
         self.running.pop(number, None)
         if number not in self.failed:
             self.failed[number] = job
+        if not self.was_stopped:
             yield self._timed(f"{job.title()} failed: {with_period(job.says() or 'it left no log')}")
 
     def stop(self, exception: str, message: str) -> Iterator[str]:
@@ -166,16 +172,18 @@ class Progress:
                 "error: another run works in this folder, or one that was killed left its lock. If none runs: "
                 "layerproof run, or snakemake --unlock."
             )
-        elif not self.failed:
+        elif "did not complete successfully" not in message:
             self.problems.append(message)
         return iter(())
 
     def warn(self, message: str) -> Iterator[str]:
-        if not message.startswith("--keep-incomplete mode is set"):
+        self.note(message)
+        if not self.was_stopped and not message.startswith("--keep-incomplete mode is set"):
             yield message
 
     def note(self, message: str) -> None:
         self.has_nothing_to_do |= message.startswith("Nothing to be done")
+        self.was_stopped |= message.startswith(("Terminating processes on user request", "Will exit after finishing"))
 
     @property
     def is_finished(self) -> bool:
@@ -188,16 +196,19 @@ class Progress:
             if self.has_nothing_to_do:
                 yield "Everything is up to date."
             yield from summary.answer(self.plan.targets(), None if self.has_nothing_to_do else self.before).lines
-        elif self.problems and not self.failed:
-            yield from self.problems
-        elif self.total:
+        elif self.total and not (self.problems and not self.done and not self.failed):
             yield from self._unfinished()
+        else:
+            yield from self.problems
 
     def _unfinished(self) -> Iterator[str]:
-        why = f"{counted(len(self.failed), 'job')} failed" if self.failed else "it was stopped"
-        yield f"NO VERDICT: the run did not finish, {why} ({self.done} of {counted(self.total, 'job')} done)."
-        for job in self.failed.values():
-            yield f"  {job.title()}: {with_period(job.says() or 'it left no log')} Log: {', '.join(job.logs)}"
+        failed = [] if self.was_stopped else list(self.failed.values())
+        why = f"did not finish, {counted(len(failed), 'job')} failed" if failed else "was stopped"
+        yield f"NO VERDICT: the run {why} ({self.done} of {counted(self.total, 'job')} done)."
+        for job in failed:
+            yield f"  {job.title()}: {with_period(job.says() or 'it left no log')} Log: {job.newest_log() or job.logs[0]}"
+        if not failed and not self.was_stopped:
+            yield from self.problems
         if summary.SET_ASIDE.exists():
             yield f"The report of the run before is {summary.SET_ASIDE / summary.REPORT.name}."
         yield "Next: layerproof run goes on where this run ended."
