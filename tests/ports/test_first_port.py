@@ -81,10 +81,13 @@ def answer(model: harness.Model, source: str, directory: Path, stage: str = "lay
     return [verdicts["headline"], *verdicts["details"]]
 
 
-def on_terminal(verdicts: Verdicts, directory: Path) -> str:
-    """What the terminal says of the first failure, behind the names of the stages."""
-    line = gate.one_line(verdicts["failures"][0]).partition(": ")[2]
-    return without_numbers(line.replace(f"{directory}/", ""))
+LAYERS = tuple(f"layer_{number:03}" for number in range(4))
+
+
+def on_terminal(verdicts: Verdicts, directory: Path, stages: tuple[str, ...] = LAYERS[:1]) -> str:
+    """What the terminal says of the first failure, if these stages fail alike."""
+    failure = verdicts["failures"][0] | {"stages": list(stages)}
+    return without_numbers(gate.one_line(failure).replace(f"{directory}/", ""))
 
 
 def edited(source: str, old: str, new: str) -> str:
@@ -122,7 +125,7 @@ def test_without_taps_the_answer_is_how_the_error_looks_and_what_to_hand_over(mo
     error, known, *_ = verdicts["details"]
     for text in (verdicts["headline"], error, known, *what_to_do(verdicts)):
         assert without_numbers(text) in SAID
-    assert on_terminal(verdicts, tmp_path) in SAID
+    assert on_terminal(verdicts, tmp_path, LAYERS) in SAID
     assert on_terminal(alone, tmp_path) in SAID
 
 
@@ -133,6 +136,7 @@ def test_with_taps_it_names_the_mistake(model, tmp_path):
     for text in (verdicts["headline"], fit, same_stage, *what_to_do(verdicts)):
         assert without_numbers(text) in SAID
     assert on_terminal(verdicts, tmp_path) in SAID
+    assert on_terminal(verdicts, tmp_path, LAYERS) in SAID
 
 
 def test_the_finished_port_of_the_page_passes_with_every_tap(model, tmp_path):
