@@ -139,7 +139,7 @@ def test_a_bad_file_is_reported_in_a_line_that_names_it(tmp_path, content):
     with pytest.raises(UserError) as caught:
         gate.read(path)
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
-    assert "Run layerproof run again" in str(caught.value)
+    assert "Run layerproof run" in str(caught.value)
 
 
 def test_a_bad_file_exits_with_2(tmp_path):

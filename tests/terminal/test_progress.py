@@ -60,7 +60,7 @@ def test_a_comparison_says_its_verdict_and_how_many_stages_are_left():
     list(run.plan_jobs({"compare_stage": 5}))
     list(run.start(1, job("compare", "embed", "layer_000")))
     first, second = words(run.finish(1))
-    assert first.startswith("embed      pass     1 tap with at most ") and "(4 stages left, about " in first
+    assert first.startswith("embed      pass     1 tap, with at most ") and "(4 stages left, about " in first
     assert second.startswith("layer_000  fail     attn.q ") and "times too far off  (3 stages left" in second
 
 
@@ -176,7 +176,7 @@ def test_the_last_line_of_a_log(folder, text, last):
     ("target", "overall", "line"),
     [
         ("results/compare/layer_000.json", "fail", "FAIL: layer_000: router.scores "),
-        ("results/compare/embed.json", "pass", "PASS: embed passes with at most "),
+        ("results/compare/embed.json", "pass", "PASS: embed agrees with the golden, with at most "),
         ("results/compare/layer_001.json", "error", "ERROR: layer_001: error, ValueError at port.py:7: no weights"),
         ("results/diagnosis/layer_000.json", "fail", "FAIL: layer_000: router.scores "),
         ("results/report.html", "error", "ERROR (2 of 5 stages): layer_000 is the first stage"),

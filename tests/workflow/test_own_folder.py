@@ -57,7 +57,7 @@ def test_what_init_writes_runs_as_it_is_and_says_why_it_would_run_again(folder):
         config.write_text(written.replace("  # dtype: bfloat16", f"  {line}"))
         outcome = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
         assert outcome.returncode == 1
-        assert outcome.stdout == f"port/layer_001: would run because its settings changed ({key})\n"
+        assert outcome.stdout == f"port/layer_001: would run, because its settings changed ({key})\n"
     assert "port_stage" in run("layerproof", "run", "results/compare/layer_001.json", "--", "--dry-run", cwd=folder)
     for file, told in (("records/port/layer_001.json", "has no record"), ("manifest.json", "no job has written it")):
         command[-1] = f"results/{file}"

@@ -159,7 +159,7 @@ def why(args: argparse.Namespace) -> int:
         versions={name: installed.get(name, version) for name, version in record.job.versions.items()},
     )
     reason = why_stale(record, now, map(Path, record.inputs), map(Path, record.outputs))
-    print(f"{record.job.name}: {'up to date' if reason is None else f'would run because {reason}'}")
+    print(f"{record.job.name}: {'up to date' if reason is None else f'would run, because {reason}'}")
     return int(reason is not None)
 
 

@@ -163,7 +163,7 @@ def _growth(errors: _Errors) -> list[str]:
     last = np.sqrt(by_token[errors.position >= 3 * longest / 4].mean())
     if first > 0 and last > GROWS * first:
         grown = f"{last / first:.3g} times larger in the last quarter than in the first"
-        return [f"The error grows with the position: it is {grown}."]
+        return [f"The error grows with the position and is {grown}."]
     return []
 
 

@@ -99,7 +99,8 @@ def what_was_not_compared(
         taps = [name for name in names if name]
         what = f"{listed(taps)} of {ranges(found)}" if taps else ranges(found)
         were = "was" if len(taps) == 1 or (not taps and len(found) == 1) else "were"
-        sentences.append(f"{what} {were} not compared: {with_period(reason)}")
+        said = reason.replace("this tap", "these taps") if len(taps) > 1 else reason
+        sentences.append(f"{what} {were} not compared: {with_period(said)}")
     left_out = {one["stage"]: one["routing"]["left_out"] for one in comparisons if one["routing"]}
     if sum(left_out.values()):
         sentences.append(

@@ -35,6 +35,8 @@ def read(path: Path) -> Verdicts:
     Raises:
         UserError: if the file is not one of this schema.
     """
+    if not path.exists():
+        raise UserError(f"{path}: there is no verdict yet. Run layerproof run.")
     try:
         verdicts = read_json(path)
         if verdicts["schema_version"] != SCHEMA_VERSION:
@@ -248,7 +250,8 @@ def _factor(before: Verdicts, now: Verdicts, stage: str) -> float:
     if any(side["status"] != "fail" for side in sides):
         return 1.0
     before_taps, now_taps = (side["isolated"]["taps"] for side in sides)
-    common = [name for name in now_taps if name in before_taps]  # a tap that was not handed over before is no news
+    # A tap that was not handed over before is no news.
+    common = [name for name, tap in now_taps.items() if tap["excess"] and before_taps.get(name, {}).get("excess")]
     most = [max((taps[name]["excess"] or 0.0 for name in common), default=0.0) for taps in (before_taps, now_taps)]
     return most[1] / most[0] if all(most) else 1.0
 

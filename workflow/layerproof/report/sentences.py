@@ -255,7 +255,8 @@ def _passing_on(first: str, comparisons: Sequence[Comparison], chains: Sequence[
     if not passing:
         return []
     return [
-        f"{ranges(passing)} {'is right and only passes' if len(passing) == 1 else 'are right and only pass'} the error on."
+        f"{ranges(passing).replace(', lm_head', ' and lm_head')} "
+        f"{'is right and only passes' if len(passing) == 1 else 'are right and only pass'} the error on."
     ]
 
 

@@ -258,7 +258,7 @@ def stage_line(path: Path) -> str:
     name = next((name for name, tap in taps.items() if tap["status"] == "fail"), None)
     if status == "pass":
         most = max((tap["excess"] for tap in taps.values() if tap.get("excess") is not None), default=None)
-        what = counted(len(taps), "tap") + (f" {summary.how_near(most)}" if most is not None else "")
+        what = counted(len(taps), "tap") + summary.how_near(most)
     elif name is None:
         what = comparison["reason"].removeprefix(f"{path.stem}: ")
     else:

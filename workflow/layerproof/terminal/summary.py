@@ -120,8 +120,8 @@ def _of_stage(stage: str, with_diagnosis: bool) -> Answer:
         most = max(
             (tap["excess"] for tap in comparison["taps"].values() if tap.get("excess") is not None), default=None
         )
-        near = f" {how_near(most)}" if most is not None else ""
-        return Answer(overall, (f"PASS: {stage} passes{near}",))
+        agrees = f"PASS: {stage} agrees with the golden{how_near(most)}"
+        return Answer(overall, (agrees, "Next: layerproof run, for all stages and the report"))
     lines = [f"{overall.upper()}: {gate.one_line(one)}" for one in found]
     place = gate.where(found[0])
     if status != "fail":
@@ -131,9 +131,9 @@ def _of_stage(stage: str, with_diagnosis: bool) -> Answer:
     return Answer(overall, (*lines, f"Next: {again if with_diagnosis else why}"))
 
 
-def how_near(most: float) -> str:
+def how_near(most: float | None) -> str:
     """How much of the allowed error is used, as the end of a sentence."""
-    return f"with at most {share(most)} of the allowed error" if most else "exactly"
+    return f", with at most {share(most)} of the allowed error" if most else ""
 
 
 def _of_chain(chain: dict[str, Any]) -> Answer:
