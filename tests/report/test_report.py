@@ -283,7 +283,9 @@ def test_what_else_is_wrong_is_told_once_for_all_stages_that_are_wrong_alike():
 
 def test_stages_behind_the_culprit_that_are_right_only_pass_the_error_on():
     comparisons = [reports.compared("layer_000", wrong=("out",)), reports.compared("norm"), reports.compared("lm_head")]
-    assert "norm and lm_head are right and only pass the error on." in sentences(comparisons, [reports.chain(comparisons)])
+    assert "norm and lm_head are right and only pass the error on." in sentences(
+        comparisons, [reports.chain(comparisons)]
+    )
     assert not any("pass the error on" in sentence for sentence in sentences(comparisons))
 
 

@@ -141,7 +141,12 @@ def test_a_run_that_did_not_finish_has_no_verdict(folder, why):
 
 def test_an_unknown_target_is_answered_with_the_stages_there_are():
     run = progress("results/compare/layer_099.json")
-    list(run.stop("MissingRuleException", "Missing rule(s) for the targets:\nresults/compare/layer_099.json"))
+    list(
+        run.stop(
+            "MissingRuleException",
+            "MissingRuleException:\nNo rule to produce results/compare/layer_099.json (if you use ...)",
+        )
+    )
     (line,) = run.conclude()
     assert line.startswith(
         "error: results/compare/layer_099.json: no rule makes this file. The stages of this run are embed,"

@@ -33,12 +33,15 @@ JOURNALS = ("logs/", "benchmarks/", "records/")
 
 @dataclass(frozen=True)
 class Run:
-    """One call of snakemake: the outputs that were replaced, the jobs that Snakemake started, its output and exit code."""
+    """One call of snakemake: the outputs that were replaced, the jobs that Snakemake started, what it printed, its exit
+    code, and its own log.
+    """
 
     made: frozenset[str]
     started: int
     text: str
     returncode: int
+    log: str
 
 
 def environment() -> dict[str, str]:
@@ -116,8 +119,9 @@ class Workflow:
         if check and process.returncode:
             raise AssertionError(process.stdout + self._snakemakes_log() + self._logs())
         made = frozenset(name for name, state in after.items() if before.get(name) != state)
-        started = sum(line.startswith("Finished jobid:") for line in self._snakemakes_log().splitlines())
-        return Run(made, started, process.stdout, process.returncode)
+        log = process.stdout if "-n" in arguments or "--dry-run" in arguments else self._snakemakes_log()
+        started = sum(line.startswith("Finished jobid:") for line in log.splitlines())
+        return Run(made, started, process.stdout, process.returncode, log)
 
     def start(self, command: list[str] | None = None, warm_jobs: bool = False, **options) -> subprocess.Popen:
         """Snakemake beside the test, which waits for something before it reads what is `printed`: a pipe would be full by

@@ -65,7 +65,7 @@ def test_the_whole_golden_in_one_process_makes_what_a_stage_at_a_time_makes(jobs
     places |= {f"model.layers.{layer}": "disk" if layer else "cpu" for layer in range(3)}
     golden = {"mode": "whole", "device_map": places, "offload_folder": "offload"}
     whole = workflow_of(jobs.directory.parent / "whole", golden=golden)
-    ran = whole.run().text
+    ran = whole.run().log
     assert "rule golden_whole:" in ran and "rule golden_stage" not in ran
     assert_same(whole.results, jobs.results)
     assert whole.run().started == 0

@@ -37,7 +37,7 @@ def workflow(tmp_path_factory):
 
 def started(outcome):
     """The rule of each job."""
-    lines = (line for line in outcome.text.splitlines() if line.startswith(("localrule ", "rule ")))
+    lines = (line for line in outcome.log.splitlines() if line.startswith(("localrule ", "rule ")))
     return [line.split()[-1].removesuffix(":") for line in lines]
 
 

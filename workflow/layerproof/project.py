@@ -143,7 +143,7 @@ def _free_folder() -> None:
     if elsewhere or not owners:
         who = f"by {elsewhere[0].described()}" if elsewhere else "by a run that left no note"
         raise UserError(f"this folder is locked {who}. If it no longer runs: layerproof run -- --unlock")
-    owner = min(owners, key=lambda one: one.started)  # later ones met its lock
+    owner = running.owner_of_lock()
     print(f"The run before was killed ({owner.described()}). Its lock is removed, and this run goes on.", flush=True)
     running.forget_killed()
     shutil.rmtree(running.LOCKS)

@@ -67,6 +67,15 @@ def is_locked() -> bool:
     return any(LOCKS.glob("*.lock"))
 
 
+def owner_of_lock() -> Owner:
+    """The call that locked this folder: of those with a note, the last that wrote it before the lock was there. Later ones
+    met the lock.
+    """
+    locked = min(path.stat().st_mtime_ns for path in LOCKS.glob("*.lock"))
+    written = [(path.stat().st_mtime_ns, owner) for path, owner in owners()]
+    return max(written, key=lambda one: (one[0] <= locked, one[0]))[1]
+
+
 def forget_killed() -> None:
     """Removes the notes of processes of this host that have ended."""
     for path, owner in owners():

@@ -161,8 +161,8 @@ class Progress:
     def stop(self, exception: str, message: str) -> Iterator[str]:
         """Yields an error of Snakemake's own, in one line where it is one that people make."""
         if exception == "MissingRuleException":
-            target = message.strip().splitlines()[-1].split()[0] if message.strip() else ""
-            wanted = ", ".join(self.plan.targets()) or target
+            named = re.search(r"No rule to produce (\S+)", message)
+            wanted = named[1] if named else ", ".join(self.plan.targets())
             self.problems.append(
                 f"error: {wanted}: no rule makes this file. The stages of this run are {ranges(list(self.plan.stages))} "
                 "(layers in config.yaml). results/README.md lists the files that you can ask for."
