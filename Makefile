@@ -3,6 +3,8 @@
 # make check    sets up and passes lint and the fast tests
 # make setup-slurm   sets up for runs on Slurm, too (docs/clusters.md)
 # make setup-s3      sets up for a golden that is kept on S3, too (docs/clusters.md)
+# make tutorial SEED=N   sets up and makes a folder with a port that has one mistake to find (docs/tutorial.md)
+# make tutorial-answer SEED=N   prints the diff that corrects this port
 # make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
 # make lower-bounds   passes the fast tests with the oldest versions that pyproject.toml allows
 # make same BASE=COMMIT   lists every file of results/ in which the default run differs from that of another commit
@@ -12,12 +14,20 @@
 
 VENV := .venv
 CORES ?= all
+SEED ?= 1
+TUTORIAL ?= tutorial
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report test check fast lower-bounds lint types style same bugs report-cases bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report tutorial tutorial-answer test check fast lower-bounds lint types style same bugs report-cases bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	layerproof run --exit-zero --cores $(CORES)
+
+tutorial: setup
+	@python tests/tutorial.py plant $(SEED) $(TUTORIAL)
+
+tutorial-answer: setup
+	@python tests/tutorial.py answer $(SEED)
 
 test: setup-dev lint
 	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder
