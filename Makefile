@@ -5,6 +5,7 @@
 # make setup-s3      sets up for a golden that is kept on S3, too (docs/clusters.md)
 # make tutorial SEED=N   sets up and makes a folder with a port that has one mistake to find (docs/tutorial.md)
 # make tutorial-answer SEED=N   prints the diff that corrects this port
+# make docs     sets up and builds the site of the docs, in site/
 # make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
 # make lower-bounds   passes the fast tests with the oldest versions that pyproject.toml allows
 # make same BASE=COMMIT   lists every file of results/ in which the default run differs from that of another commit
@@ -18,7 +19,7 @@ SEED ?= 1
 TUTORIAL ?= tutorial
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report tutorial tutorial-answer test check fast lower-bounds lint types style same bugs report-cases bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report tutorial tutorial-answer docs test check fast lower-bounds lint types style same bugs report-cases bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	layerproof run --exit-zero --cores $(CORES)
@@ -28,6 +29,9 @@ tutorial: setup
 
 tutorial-answer: setup
 	@python tests/tutorial.py answer $(SEED)
+
+docs: $(VENV)/docs.done
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
 
 test: setup-dev lint
 	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder
@@ -80,6 +84,11 @@ setup-dev: $(VENV)/dev.done
 $(VENV)/bin/uv: requirements/uv.txt
 	python=$(or $(PYTHON),"$$(sh requirements/find-python.sh)") && "$$python" -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --require-hashes -r requirements/uv.txt
+
+$(VENV)/docs.done: requirements/docs.txt $(VENV)/bin/uv
+	uv venv --quiet --clear --python $(VENV)/bin/python $(VENV)/docs
+	uv pip install --quiet --python $(VENV)/docs/bin/python --require-hashes -r $<
+	touch $@
 
 $(VENV)/%.done: requirements/%.txt $(VENV)/bin/uv
 	uv pip install --quiet --python $(VENV)/bin/python --require-hashes --compile-bytecode -r $<
