@@ -72,6 +72,19 @@ def test_the_report_says_so(workflow):
         assert stage in html
 
 
+def test_snakemakes_own_report_has_the_verdict_and_the_plots(workflow):
+    assert workflow.run("--report", "snakemake.html").returncode == 0
+    text = (workflow.directory / "snakemake.html").read_text()
+    for part in (
+        "results/report.html",
+        "results/verdicts.json",
+        "results/plots/layer_003.svg",
+        "results/plots/depth.svg",
+    ):
+        assert part in text, part
+    assert "How many times too far off each tap (down) of each stage (across) is" in text, "a caption"
+
+
 def test_the_audit_is_told_by_hand(workflow):
     told = layerproof(workflow, "audit")
     assert told.returncode == 0 and "finding" not in told.stdout, told.stderr

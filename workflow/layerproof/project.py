@@ -103,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
     if not NOT_A_RUN.intersection(rest):
         _free_folder()
     targets = args.targets or [REPORT]
-    code = _snakemake("--cores", args.cores, *rest, "--", *targets)
+    logger = [] if "--logger" in rest else ["--logger", "layerproof"]  # also with another profile than ours
+    code = _snakemake("--cores", args.cores, *logger, *rest, "--", *targets)
     if code or NOT_A_RUN.intersection(rest):
         return 2 if code else 0
     outcome = summary.exit_code(summary.answer(targets).overall)
