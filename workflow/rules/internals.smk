@@ -234,7 +234,8 @@ def set_aside_earlier_verdict():
     """Moves what this call was to make anew and did not, of verdict, report and manifest, to results/previous/."""
     answers = {rules.verdicts.rule, rules.report.rule, rules.manifest.rule}
     for job in workflow.dag.jobs:
-        if job.rule in answers and workflow.dag.needrun(job) and not workflow.dag.finished(job):
+        is_unmade = workflow.dag.needrun(job) and not workflow.dag.finished(job)
+        if is_unmade and {job.rule} & answers:
             for name in map(str, job.output):
                 if Path(name).exists() and not Path(name).is_relative_to(RECORDS):
                     summary.SET_ASIDE.mkdir(parents=True, exist_ok=True)

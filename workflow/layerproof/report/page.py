@@ -46,6 +46,8 @@ MOST_PLOTS = 6
 """Plots that the page embeds, one for each group of stages that fail alike; the others are files beside it."""
 LOG_LINES = 40
 """Lines that the page shows of the log of a stage that ended as an error."""
+NEXT_LINES = 8
+"""As many of them stand on the first screen."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +194,14 @@ def _next(failure: Failure, finding: Mapping[str, Any]) -> dict[str, Any]:
     frame: CodeFrame | None = finding["frame"]
     tap = failure["tap"]
     if failure["status"] != "fail":
-        todo = f"Read what the log of {finding['first']} ends with, below."
+        todo = f"Look at the line of your code that the log of {finding['first']} ends with."
     elif frame:
         todo = "Look at the code above, and at what it calls. It hands over"
     else:
         todo = "Look at the code that computes" if tap else None
     return {
         "frame": frame,
+        "log_end": "\n".join((finding["log_end"] or "").splitlines()[-NEXT_LINES:]),
         "todo": todo,
         "tap": tap if failure["status"] == "fail" else None,
         "help": failure["help"],
