@@ -54,6 +54,30 @@ def test_unmodified_transformers_stages_pass_on_xla(model_type, golden_of, tmp_p
         assert failed == {}, stage
 
 
+def test_a_file_of_the_port_says_which_function_hands_each_tap_over(golden_of, tmp_path):
+    golden = golden_of("minimax_m2")
+    run(golden / "model", golden, tmp_path, SETTINGS, ["layer_001", "norm"])
+    places = hdf5.read_document(tmp_path / "layer_001.h5", hdf5.PLACES)
+    port = "workflow/ports/minimax_m2.py"
+    assert places["router.scores"] == {"file": port, "function": "MoE.route"}
+    assert places["attn.q"] == {"file": port, "function": "Attention.forward"}, "a module's output: who calls it"
+    assert places["out"] == {"file": port, "function": "Layer.forward"}
+    assert hdf5.read_document(tmp_path / "norm.h5", hdf5.PLACES)["out"]["function"] == "FinalNorm.forward"
+
+
+def test_a_port_may_change_the_options_that_it_is_given(golden_of, tmp_path):
+    """As NxD Inference does: a record of the job could not be written otherwise."""
+    source = tmp_path / "changes.py"
+    change = "    stage.options['router']['dtype'] = torch.float32\n    config, dtype ="
+    source.write_text(Path(SETTINGS["module"]).read_text().replace("    config, dtype =", change))
+    model = golden_of("minimax_m2") / "model"
+    options = {"router": {"dtype": "float32"}}
+    runner = Runner.start(model, TOKENS, config_with(port=SETTINGS | {"module": str(source), "options": options}))
+    descriptions, _ = loading.describe_stages(model, ["embed"], trust_remote_code=False)
+    port_stage.make_stage(runner, "embed", descriptions["embed"], None, tmp_path / "embed.h5")
+    assert runner.settings.port.options == {"router": {"dtype": "float32"}}
+
+
 def test_a_port_finds_torch_as_its_import_left_it(tmp_path):
     """Whatever an earlier stage of the same process did."""
     source = tmp_path / "with_default.py"

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from layerproof.errors import UserError
 from layerproof.model.stages import ranges
 from layerproof.paths import DIFF_TEMPLATE
-from layerproof.report import gate
+from layerproof.report import gate, layout
 from layerproof.report.verdicts import SCHEMA_VERSION
 from layerproof.rerun.records import Record
 from layerproof.shapes import Verdicts
@@ -91,14 +89,7 @@ class Difference:
 
     def page(self) -> str:
         """The difference as a page of its own."""
-        jinja = Environment(
-            loader=FileSystemLoader(DIFF_TEMPLATE.parent),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        return jinja.get_template(DIFF_TEMPLATE.name).render(difference=self, ranges=ranges, times=times)
+        return layout.load(DIFF_TEMPLATE).render(difference=self, ranges=ranges, times=times)
 
 
 def _pairs(title: str, values: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from layerproof import __version__, environment
 from layerproof.config import Config, as_json
 from layerproof.measure.rule import FIXED_CLOSE, FIXED_CORRELATION, FIXED_MAX_ABS, FIXED_MEAN_ABS
 from layerproof.model.captured import CHAIN as CAPTURED
 from layerproof.model.stages import LM_HEAD, ranges
-from layerproof.report import gate, numbers
+from layerproof.report import gate, layout, numbers
 from layerproof.report import map as report_map
 from layerproof.report import weights as report_weights
 from layerproof.report.coverage import unused_tensors, what_was_compared, what_was_not_compared
@@ -87,20 +86,12 @@ def render(template: Path, run: Inputs) -> str:
 
 
 def _render(template: Path, run: Inputs) -> str:
-    jinja = Environment(
-        loader=FileSystemLoader(template.parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    jinja.filters |= {"number": number, "share": share}
     plotted = _plotted(run)
     images = {name: _data_uri(run.plots[name]) for name in (*plotted, "depth") if name in run.plots}
     found = [_finding(place, one, run, images) for place, one in enumerate(run.verdicts["failures"], start=1)]
     diagnosed = {diagnosis["stage"]: diagnosis for diagnosis in run.diagnoses}
     shown = plotted[0] if run.verdicts["overall"] == "pass" and plotted and plotted[0] in images else None
-    return jinja.get_template(template.name).render(
+    return layout.load(template).render(
         overall=run.verdicts["overall"],
         headline=run.verdicts["headline"],
         details=run.verdicts["details"],
