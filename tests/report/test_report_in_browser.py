@@ -222,6 +222,8 @@ def test_columns_can_be_chosen_and_sorted(bad):
     assert first.get_attribute("class") == "fail"
     sorted_by = taps.get_by_role("columnheader", name="times too far off").get_attribute("aria-sort")
     assert sorted_by == "descending"
+    bad.get_by_role("link", name="What R, noise and the others mean").first.click()
+    bad.wait_for_function("document.querySelector('#words + details').open")
 
 
 def test_a_plot_can_be_taken_along_and_its_numbers_read(bad):
@@ -240,6 +242,9 @@ def test_commands_and_findings_can_be_copied(browser, tmp_path):
         opened.locator(".next").get_by_role("button", name="Copy", exact=True).click()
         opened.get_by_role("button", name="Copied").wait_for()
         assert opened.evaluate("navigator.clipboard.readText()") == "layerproof run results/compare/layer_000.json"
+        opened.locator(".finding").first.get_by_role("button", name="Copy link").click()
+        link = f"{path.as_uri()}#layer_000/router.scores"
+        opened.wait_for_function(f"navigator.clipboard.readText().then((text) => text === '{link}')")
         opened.locator(".finding").first.get_by_role("button", name="Copy as Markdown").click()
         opened.wait_for_function(
             "navigator.clipboard.readText().then((text) => text.startsWith('| stages | status |'))"

@@ -79,6 +79,19 @@ def test_the_estimate_counts_the_jobs_that_are_left():
     assert run.estimate() == pytest.approx(45, rel=0.05)
 
 
+def test_a_long_job_is_told_with_the_last_line_of_its_log(folder):
+    run = progress()
+    list(run.plan_jobs({"golden_stage": 5}))
+    running = job("golden", "embed", "layer_000", ending="h5")
+    list(run.start(1, running))
+    log = folder / running.logs[1]
+    log.parent.mkdir(parents=True)
+    log.write_text("2026-11-27 09:21:48 golden/layer_000: runs its variants, for the noise\n")
+    assert words([run.still()]) == [
+        "0 of 5 jobs done; golden: 2 stages, embed to layer_000 (runs its variants, for the noise)"
+    ]
+
+
 def test_the_last_words_are_the_verdict_the_report_and_what_to_do():
     comparisons, chains = reports.good()
     leave(comparisons, chains)

@@ -322,6 +322,9 @@ def test_the_gate_refuses_verdicts_of_other_code_settings_and_inputs(workflow):
         assert outcome.returncode == 2 and why in outcome.stderr, outcome
         file.write_text(before)
     assert layerproof(workflow, "gate").returncode == 0
+    os.utime(next((workflow.directory / "model").glob("*.safetensors")))
+    outcome = layerproof(workflow, "gate")
+    assert outcome.returncode == 2 and "weights would run, because its checkpoint changed" in outcome.stderr
 
 
 def test_a_run_does_not_die_of_what_it_can_do_without(workflow):

@@ -19,7 +19,7 @@ from layerproof.model.stages import ranges
 from layerproof.report.source import CodeFrame, code_frame
 from layerproof.report.verdicts import SCHEMA_VERSION
 from layerproof.report.words import counted
-from layerproof.rerun.records import behind, read_all, why_stale
+from layerproof.rerun.records import Record, behind, read_all, why_stale
 from layerproof.shapes import Failure, Verdicts
 from layerproof.wording import times
 
@@ -68,8 +68,24 @@ def why_outdated(path: Path) -> str | None:
         )
         as_if_right = replace(record, error=None)  # a stage that ended as an error has a verdict, too
         reason = why_stale(as_if_right, now, map(Path, record.inputs), map(Path, record.outputs))
-        if reason:
+        if reason or (reason := _why_other_checkpoint(record)):
             return f"{name} would run, because {reason}"
+    return None
+
+
+def _why_other_checkpoint(record: Record) -> str | None:
+    """Whether the files of the checkpoint are other ones by size and time, which is what a job that reads hundreds of
+    gigabytes goes by.
+    """
+    if record.job.name != "weights":
+        return None
+    for name, size, time in record.job.arguments.get("files", ()):
+        try:
+            found = os.stat(Path(record.job.settings["model"]["checkpoint"]) / name)
+        except OSError:
+            return f"its checkpoint changed ({name} is missing)"
+        if (found.st_size, found.st_mtime_ns) != (size, time):
+            return f"its checkpoint changed ({name})"
     return None
 
 

@@ -29,9 +29,9 @@ const table = (columns, rows, caption, idOf) => {
       sign = -sign;
       const body = one("tbody", result);
       const sorted = [...rows].sort((a, b) => {
-        const [x, y] = [a[index], b[index]];
-        if (x === null || y === null) return (x === null) - (y === null);
-        return sign * (typeof x === "number" && typeof y === "number" ? y - x : String(x).localeCompare(String(y)));
+        const [x, y] = [a, b].map((row) => row[index] ?? (row[1] === "fail" ? Infinity : -Infinity)); // no number comes first
+        if (x === y) return 0;
+        return sign * (typeof x === "number" && typeof y === "number" ? (y > x ? 1 : -1) : String(x).localeCompare(String(y)));
       });
       body.replaceChildren(...sorted.map((row) => lines.get(row)));
       all("th", head).forEach((other) => other.removeAttribute("aria-sort"));
@@ -80,7 +80,9 @@ const choice = () => {
     label.append(box, ` ${name}`);
     names.append(label);
   }
-  details.append(names);
+  const words = make("p", null, { class: "soft" });
+  words.append(make("a", "What R, noise and the others mean", { href: "#words" }));
+  details.append(names, words);
   return details;
 };
 const fold = (title, ...content) => {
@@ -121,6 +123,7 @@ for (const details of detailsOf.values())
   details.addEventListener("toggle", () => { if (details.open) fill(one(".numbers", details)); });
 
 const reveal = () => {
+  if (location.hash === "#words") one("#words + details").open = true;
   const id = decodeURIComponent(location.hash.slice(1));
   const details = detailsOf.get(id.split("/")[0]);
   if (!details) return;
@@ -213,9 +216,9 @@ const copy = async (text) => {
     area.remove();
   }
 };
-for (const button of all("[data-copy]"))
+for (const button of all("[data-copy], [data-link]"))
   button.addEventListener("click", async () => {
-    await copy(button.dataset.copy);
+    await copy(button.dataset.copy ?? location.href.replace(/#.*/, "") + button.dataset.link);
     const before = button.textContent;
     button.textContent = "Copied";
     setTimeout(() => { button.textContent = before; }, 1500);
