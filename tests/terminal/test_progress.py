@@ -152,6 +152,17 @@ def test_a_run_that_did_not_finish_has_no_verdict(folder, why):
     assert why == "stopped" or f"Log: {failing.logs[0]}" in rest[0]
 
 
+def test_a_job_that_succeeds_when_it_is_tried_again_did_not_fail():
+    run = progress()
+    list(run.plan_jobs({"port_stage": 1}))
+    again = job("port", "embed", ending="h5")
+    list(run.start(1, again))
+    list(run.fail(1, again))
+    list(run.start(1, again))
+    list(run.finish(1))
+    assert run.is_finished and not run.failed
+
+
 def test_an_unknown_target_is_answered_with_the_stages_there_are():
     run = progress("results/compare/layer_099.json")
     list(

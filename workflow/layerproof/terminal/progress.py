@@ -144,6 +144,7 @@ class Progress:
         if job is None:
             return
         self.done += 1
+        self.failed.pop(number, None)  # it was tried again
         self.seconds.setdefault(job.rule, []).append(time.monotonic() - job.started)
         for path in job.outputs:
             if Path(path).parent == summary.RESULTS / "compare" and Path(path).stem not in self.judged:
