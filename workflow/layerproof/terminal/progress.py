@@ -240,9 +240,8 @@ class Progress:
 
     def still(self) -> str:
         """What is running now, for a terminal without a live view."""
-        jobs = "; ".join(
-            f"{job.title()}{f' ({says})' if (says := job.says()) else ''}" for job in self.running.values()
-        )
+        running = list(self.running.values())  # some may end meanwhile
+        jobs = "; ".join(f"{job.title()}{f' ({says})' if (says := job.says()) else ''}" for job in running)
         return self._timed(f"{self.done} of {self.total} jobs done; {jobs}")
 
     def _timed(self, text: str) -> str:
