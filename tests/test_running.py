@@ -57,6 +57,17 @@ def test_another_process_with_the_number_of_a_killed_run_is_not_the_run():
     assert not running.is_locked()
 
 
+def test_a_killed_run_whose_parent_has_not_asked_for_it_is_not_at_work():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    note(process=process.pid, started=psutil.Process(process.pid).create_time())
+    process.kill()
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    project._free_folder()
+    assert not running.is_locked()
+    process.wait()
+
+
 def test_of_another_host_nobody_can_tell():
     note(host="elsewhere", **ended())
     with pytest.raises(UserError, match=r"locked by process .* on elsewhere.*--unlock"):

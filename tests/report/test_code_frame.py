@@ -87,7 +87,7 @@ def test_places_are_the_functions_of_the_port_not_those_of_torch():
         module(torch.ones(1, 2))
     assert places["attn.q"].function == "Inner.forward"
     assert places["attn.out"].function.endswith("<lambda>"), "the hook is the user's own"
-    assert places["attn.q"].file.endswith("test_source.py")
+    assert places["attn.q"].file.endswith("test_code_frame.py")
 
 
 def test_the_output_is_handed_over_by_the_forward_of_the_port():

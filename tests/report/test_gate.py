@@ -127,6 +127,7 @@ BAD = {
     "other schema": '{"schema_version": 1, "overall": "pass", "first_culprit": null, "stages": {}, "chains": {}}',
     "no schema": '{"overall": "pass", "first_culprit": null, "stages": {}, "chains": {}}',
     "no overall": '{"schema_version": 3, "first_culprit": null, "stages": {}, "chains": {}}',
+    "no failures": '{"schema_version": 3, "overall": "pass", "headline": "", "details": [], "stages": {}, "chains": {}}',
     "unknown overall": '{"schema_version": 3, "overall": "fine", "first_culprit": null, "stages": {}, "chains": {}}',
 }
 

@@ -322,6 +322,12 @@ def test_the_gate_refuses_verdicts_of_other_code_settings_and_inputs(workflow):
         assert outcome.returncode == 2 and why in outcome.stderr, outcome
         file.write_text(before)
     assert layerproof(workflow, "gate").returncode == 0
+    before = config.read_text()
+    config.write_text(before.replace("- 0-2", "- 0-1"))
+    assert config.read_text() != before
+    outcome = layerproof(workflow, "gate")
+    assert outcome.returncode == 2 and "config.yaml asks for other chains now (0-1, 0-2)" in outcome.stderr
+    config.write_text(before)
     os.utime(next((workflow.directory / "model").glob("*.safetensors")))
     outcome = layerproof(workflow, "gate")
     assert outcome.returncode == 2 and "weights would run, because its checkpoint changed" in outcome.stderr

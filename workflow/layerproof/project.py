@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("config.yaml: does not exist in this directory. Write one with: layerproof init FOLDER")
     if not NOT_A_RUN.intersection(rest):
         _free_folder()
+    if args.cores != "all" and not (args.cores.isdigit() and int(args.cores)):
+        raise UserError(f"--cores: {args.cores} is not a number of cores. Write a number from 1 on, or all.")
     targets = args.targets or [REPORT]
     logger = [] if "--logger" in rest else ["--logger", "layerproof"]  # also with another profile than ours
     code = _snakemake("--cores", args.cores, *logger, *rest, "--", *targets)

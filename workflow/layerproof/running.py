@@ -39,7 +39,11 @@ class Owner:
     def is_alive(self) -> bool:
         """Whether the process is still the one that wrote the note; another may have its number by now."""
         with contextlib.suppress(psutil.Error):
-            return abs(psutil.Process(self.process).create_time() - self.started) < CLOCK_S
+            process = psutil.Process(self.process)
+            is_same = abs(process.create_time() - self.started) < CLOCK_S
+            return (
+                is_same and process.status() != psutil.STATUS_ZOMBIE
+            )  # killed, and its parent has not asked for it yet
         return False
 
     def described(self) -> str:

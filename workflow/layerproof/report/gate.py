@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from xml.etree import ElementTree
 
 from layerproof import config
@@ -39,12 +39,14 @@ def read(path: Path) -> Verdicts:
         raise UserError(f"{path}: there is no verdict yet. Run layerproof run.")
     try:
         verdicts = read_json(path)
-        if verdicts["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {verdicts['schema_version']}")
+        if not isinstance(verdicts, dict) or verdicts.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError("another schema")
+        if lacking := Verdicts.__annotations__.keys() - verdicts.keys():
+            raise ValueError(f"no {min(lacking)}")
         if verdicts["overall"] not in EXIT:
             raise ValueError(f"overall is {verdicts['overall']}")
-        return verdicts
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return cast("Verdicts", verdicts)
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{path}: is not a verdicts.json of schema {SCHEMA_VERSION} ({error}). Run layerproof run again."
         ) from None
@@ -58,7 +60,13 @@ def why_outdated(path: Path) -> str | None:
     records = read_all(path.parent / "records")
     if "verdicts" not in records or not CONFIG.exists():
         return None
-    settings = config.as_json(resolve(config.read(CONFIG)).settings)
+    run = resolve(config.read(CONFIG))
+    settings = config.as_json(run.settings)
+    verdicts = read(path)
+    for what, asked in (("stages", run.stages), ("chains", run.chains)):
+        if set(asked) != set(verdicts[what]):
+            other = ", ".join(sorted(set(asked) ^ set(verdicts[what]))[:3])
+            return f"config.yaml asks for other {what} now ({other})"
     installed = package_versions()
     for name, record in behind(records, ["verdicts"]).items():
         now = replace(
