@@ -1,6 +1,5 @@
 """Whose lock it is: that of a run at work, or of one that was killed."""
 
-import os
 import platform
 import subprocess
 import sys
@@ -68,6 +67,19 @@ def test_a_killed_run_whose_parent_has_not_asked_for_it_is_not_at_work():
     process.wait()
 
 
+def test_two_runs_that_begin_together_do_not_both_go_on(folder):
+    code = "from layerproof import running\nwith running.hold_folder():\n    print('held', flush=True)\n    input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout and first.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="another run works in this folder"), running.hold_folder():
+            pass
+        first.kill()
+    with running.hold_folder():
+        pass
+
+
 def test_of_another_host_nobody_can_tell():
     note(host="elsewhere", **ended())
     with pytest.raises(UserError, match=r"locked by process .* on elsewhere.*--unlock"):
@@ -84,4 +96,4 @@ def test_a_lock_without_a_note_is_left():
 def test_a_process_notes_itself_until_it_ends(folder):
     code = "from layerproof import running; running.note_this_process(); print(*running.NOTES.iterdir())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() and not os.listdir(running.NOTES)
+    assert done.stdout.strip() and not list(running.NOTES.glob("*.json"))

@@ -61,6 +61,7 @@ def test_a_file_of_the_port_says_which_function_hands_each_tap_over(golden_of, t
     port = "workflow/ports/minimax_m2.py"
     assert places["router.scores"] == {"file": port, "function": "MoE.route"}
     assert places["attn.q"] == {"file": port, "function": "Attention.forward"}, "a module's output: who calls it"
+    assert places["mlp.out"] == {"file": port, "function": "MoE.forward"}, "but of a module of the port itself"
     assert places["out"] == {"file": port, "function": "Layer.forward"}
     assert hdf5.read_document(tmp_path / "norm.h5", hdf5.PLACES)["out"]["function"] == "FinalNorm.forward"
 

@@ -40,9 +40,9 @@ def port(tmp_path):
         ("Attention.forward", "attn.q_rot", 8),
         ("Attention.forward", "attn.q", 6),
         ("build.<locals>.Layer.forward", "out", 17),
-        ("Attention.forward", "attn.k", 5),
+        ("Attention.forward", "attn.k", 9),
     ],
-    ids=["call of tap", "module in the table", "output", "unknown: the function"],
+    ids=["call of tap", "module in the table", "output", "unknown: what it returns"],
 )
 def test_the_line_is_that_which_hands_the_tap_over(port, function, name, line):
     frame = code_frame({"file": str(port), "function": function}, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -100,13 +101,16 @@ def run(args: argparse.Namespace) -> int:
     rest = args.behind_dashes
     if not Path("config.yaml").exists() and not any(one.startswith("--configfile") for one in rest):
         raise UserError("config.yaml: does not exist in this directory. Write one with: layerproof init FOLDER")
-    if not NOT_A_RUN.intersection(rest):
-        _free_folder()
+    is_run = not NOT_A_RUN.intersection(rest)
     if args.cores != "all" and not (args.cores.isdigit() and int(args.cores)):
         raise UserError(f"--cores: {args.cores} is not a number of cores. Write a number from 1 on, or all.")
     targets = args.targets or [REPORT]
+    held = running.hold_folder() if is_run else contextlib.nullcontext()
     logger = [] if "--logger" in rest else ["--logger", "layerproof"]  # also with another profile than ours
-    code = _snakemake("--cores", args.cores, *logger, *rest, "--", *targets)
+    with held:
+        if is_run:
+            _free_folder()
+        code = _snakemake("--cores", args.cores, *logger, *rest, "--", *targets)
     if code or NOT_A_RUN.intersection(rest):
         return 2 if code else 0
     outcome = summary.exit_code(summary.answer(targets).overall)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import platform
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from layerproof.errors import UserError
 from layerproof.files import read_json, write_json
 
 NOTES = Path(".layerproof/running")
@@ -58,6 +60,28 @@ def note_this_process() -> None:
     path = NOTES / f"{own.host}-{own.process}.json"
     write_json(path, asdict(own))
     atexit.register(path.unlink, missing_ok=True)
+
+
+@contextlib.contextmanager
+def hold_folder() -> Iterator[None]:
+    """Keeps other calls of `layerproof run` out of this folder, from before Snakemake locks it. The kernel lets go of it
+    when the process ends, however it does.
+
+    Raises:
+        UserError: if another one holds it.
+    """
+    NOTES.mkdir(parents=True, exist_ok=True)
+    with open(NOTES / "held", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            at_work = [owner for _, owner in owners() if owner.is_here() and owner.is_alive()]
+            who = f" ({at_work[0].described()})" if at_work else ""
+            raise UserError(
+                f"another run works in this folder{who}. Wait until it ends, or stop it"
+                + (f": kill {at_work[0].process}" if at_work else ".")
+            ) from None
+        yield
 
 
 def owners() -> Iterator[tuple[Path, Owner]]:

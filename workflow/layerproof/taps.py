@@ -200,6 +200,13 @@ def forward_place(module: torch.nn.Module) -> Place | None:
     return None if code is None or _is_foreign(code.co_filename) else Place.of_code(code)
 
 
+def note_place(name: str, place: Place | None) -> None:
+    """Notes where a tap comes from inside `locating`, where that is known better than by who hands it over."""
+    places = _places.get()
+    if places is not None and place is not None:
+        places[name] = place
+
+
 def _calling_place() -> Place | None:
     """The innermost function on the stack that is neither Layerproof's nor torch's own: that of a port or a model."""
     frame = inspect.currentframe()

@@ -18,7 +18,7 @@ from layerproof.model.stages import EMBED, layer_of
 from layerproof.port import compiled, provenance
 from layerproof.port.contract import Call, Stage, Taps
 from layerproof.port.runner import Runner
-from layerproof.taps import OUT, collecting, tap
+from layerproof.taps import OUT, collecting, forward_place, note_place, tap
 from layerproof.tensors import hdf5
 
 
@@ -237,7 +237,9 @@ def _module_taps(module: nn.Module, taps: Mapping[str, str]) -> Iterator[None]:
 
 def _hook(name: str) -> Callable[[nn.Module, Any, Any], Any]:
     def hand_over(module: nn.Module, args: Any, output: Any) -> Any:
-        return tap(name, output)
+        handed = tap(name, output)
+        note_place(name, forward_place(module))  # of a module of the port's own; of torch's, who calls it
+        return handed
 
     return hand_over
 

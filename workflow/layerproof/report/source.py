@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerproof.taps import OUT
-
 BEFORE, AFTER = 5, 2
 """Lines to show around a line: what computes a tensor lies before the line that hands it over."""
 
@@ -64,7 +62,7 @@ def _function(tree: ast.AST, qualified: str) -> ast.FunctionDef | ast.AsyncFunct
 
 def _line(function: ast.FunctionDef | ast.AsyncFunctionDef, tree: ast.Module, tap: str) -> int:
     """The line that hands a tap over: the call that names it, else that of the module in the table TAPS, else what the
-    function returns as its output, else its first line.
+    function returns, else its first line.
     """
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     for call in calls:
@@ -75,7 +73,7 @@ def _line(function: ast.FunctionDef | ast.AsyncFunctionDef, tree: ast.Module, ta
         if module and isinstance(call.func, ast.Attribute) and call.func.attr == module:
             return call.lineno
     returns = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Return)]
-    return max(returns) if tap == OUT and returns else function.lineno
+    return max(returns, default=function.lineno)
 
 
 def _table(tree: ast.Module) -> dict[str, str]:

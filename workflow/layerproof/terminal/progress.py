@@ -166,7 +166,8 @@ class Progress:
             wanted = named[1] if named else ", ".join(self.plan.targets())
             self.problems.append(
                 f"error: {wanted}: no rule makes this file. The stages of this run are {ranges(list(self.plan.stages))} "
-                "(layers in config.yaml). results/README.md lists the files that you can ask for."
+                "(layers in config.yaml). Ask for results/report.html, results/compare/STAGE.json or "
+                "results/diagnosis/STAGE.json."
             )
         elif exception == "LockException":
             self.problems.append(
