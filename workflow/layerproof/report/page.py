@@ -185,15 +185,15 @@ def _next(failure: Failure, finding: Mapping[str, Any]) -> dict[str, Any]:
     frame: CodeFrame | None = finding["frame"]
     tap = failure["tap"]
     if failure["status"] != "fail":
-        todo = f"Look at the line of your code that the log of {finding['first']} ends with."
+        first_step = f"Look at the line of your code that the log of {finding['first']} ends with."
     elif frame:
-        todo = "Look at the code above, and at what it calls. It hands over"
+        first_step = "Look at the code above, and at what it calls. It hands over"
     else:
-        todo = "Look at the code that computes" if tap else None
+        first_step = "Look at the code that computes" if tap else None
     return {
         "frame": frame,
         "log_end": "\n".join((finding["log_end"] or "").splitlines()[-NEXT_LINES:]),
-        "todo": todo,
+        "first_step": first_step,
         "tap": tap if failure["status"] == "fail" else None,
         "help": failure["help"],
         "prove": f"Check your fix: this runs {finding['first']} and what it needs.",
@@ -264,9 +264,7 @@ def _stage(comparison: Comparison, diagnosis: Mapping[str, Any] | None, run: Inp
         "status": status,
         "reason": comparison["reason"],
         "short": _short(comparison, failing, worst),
-        "sort": {"missing": -1, "error": 1e12}.get(
-            status, 1e11 if failing and not worst else worst["excess"] if worst else 0
-        ),
+        "sort": _order(status, failing, worst),
         "words": " ".join(f"{text} {tap or ''}" for tap, text in told),
         "diagnosis": told,
         "out_R": out.get("R"),
