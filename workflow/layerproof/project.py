@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from layerproof import config, running
@@ -19,7 +18,7 @@ from layerproof.model.resolve import resolve
 from layerproof.paths import SNAKEFILE, WORKFLOW
 from layerproof.rerun.command import Verbs, add_person_verb
 from layerproof.rerun.job import RECORDS
-from layerproof.rerun.records import Record, why_stale
+from layerproof.rerun.records import Record, as_asked_now, why_stale
 
 REPORT = "results/report.html"
 NOT_A_RUN = {
@@ -111,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         if is_run:
             _free_folder()
         code = _snakemake("--cores", args.cores, *logger, *rest, "--", *targets)
-    if code or NOT_A_RUN.intersection(rest):
+    if code or not is_run:
         return 2 if code else 0
     outcome = summary.exit_code(summary.answer(targets).overall)
     return 0 if args.exit_zero else outcome
@@ -159,12 +158,7 @@ def _free_folder() -> None:
 def why(args: argparse.Namespace) -> int:
     record = _record_of(Path(os.path.relpath(args.file)))
     settings = config.as_json(resolve(config.read(Path("config.yaml"))).settings)
-    installed = package_versions()
-    now = replace(
-        record.job,
-        settings=config.values_now(record.job.settings, settings),
-        versions={name: installed.get(name, version) for name, version in record.job.versions.items()},
-    )
+    now = as_asked_now(record.job, settings, package_versions())
     reason = why_stale(record, now, map(Path, record.inputs), map(Path, record.outputs))
     print(f"{record.job.name}: {'up to date' if reason is None else f'would run, because {reason}'}")
     return int(reason is not None)

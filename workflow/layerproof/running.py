@@ -43,9 +43,8 @@ class Owner:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.process)
             is_same = abs(process.create_time() - self.started) < CLOCK_S
-            return (
-                is_same and process.status() != psutil.STATUS_ZOMBIE
-            )  # killed, and its parent has not asked for it yet
+            # A zombie was killed, and its parent has not asked for it yet.
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
         return False
 
     def described(self) -> str:

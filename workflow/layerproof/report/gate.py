@@ -19,7 +19,7 @@ from layerproof.model.stages import ranges
 from layerproof.report.source import CodeFrame, code_frame
 from layerproof.report.verdicts import SCHEMA_VERSION
 from layerproof.report.words import counted
-from layerproof.rerun.records import Record, behind, read_all, why_stale
+from layerproof.rerun.records import Record, as_asked_now, behind, read_all, why_stale
 from layerproof.shapes import Failure, Verdicts
 from layerproof.wording import times
 
@@ -69,11 +69,7 @@ def why_outdated(path: Path) -> str | None:
             return f"config.yaml asks for other {what} now ({other})"
     installed = package_versions()
     for name, record in behind(records, ["verdicts"]).items():
-        now = replace(
-            record.job,
-            settings=config.values_now(record.job.settings, settings),
-            versions={package: installed.get(package, version) for package, version in record.job.versions.items()},
-        )
+        now = as_asked_now(record.job, settings, installed)
         as_if_right = replace(record, error=None)  # a stage that ended as an error has a verdict, too
         reason = why_stale(as_if_right, now, map(Path, record.inputs), map(Path, record.outputs))
         if reason or (reason := _why_other_checkpoint(record)):

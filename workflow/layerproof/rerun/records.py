@@ -7,10 +7,11 @@ audit trail needs (command, times, versions, hardware). `results/records/` mirro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from layerproof.config import values_now
 from layerproof.digests import sha256, sha256_of_new
 from layerproof.errors import UserError
 from layerproof.files import read_json, write_json
@@ -137,6 +138,14 @@ def _different(before: Any, after: Any, prefix: str = "") -> list[str]:
         for key in {*before, *after}
         for name in _different(before.get(key, missing), after.get(key, missing), f"{prefix}{key}.")
     ]
+
+
+def as_asked_now(job: Job, settings: Mapping[str, Any], installed: Mapping[str, str]) -> Job:
+    """A recorded job with the values that its settings have in config.yaml now, and the versions of its packages that are
+    installed now. A package that is not installed here, as one of a container, keeps its version.
+    """
+    versions = {package: installed.get(package, version) for package, version in job.versions.items()}
+    return replace(job, settings=values_now(job.settings, settings), versions=versions)
 
 
 def why_stale(record: Record | None, job: Job, inputs: Iterable[Path], outputs: Iterable[Path]) -> str | None:
