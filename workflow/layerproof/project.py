@@ -138,13 +138,9 @@ def _free_folder() -> None:
     """
     if not running.is_locked():
         return
+    if alive := running.at_work():
+        raise UserError(running.is_taken(alive))
     owners = [owner for _, owner in running.owners()]
-    alive = [owner for owner in owners if owner.is_here() and owner.is_alive()]
-    if alive:
-        raise UserError(
-            f"another run works in this folder ({alive[0].described()}). Wait until it ends, or stop it: "
-            f"kill {alive[0].process}"
-        )
     elsewhere = [owner for owner in owners if not owner.is_here()]
     if elsewhere or not owners:
         who = f"by {elsewhere[0].described()}" if elsewhere else "by a run that left no note"

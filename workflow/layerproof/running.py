@@ -74,13 +74,22 @@ def hold_folder() -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            at_work = [owner for _, owner in owners() if owner.is_here() and owner.is_alive()]
-            who = f" ({at_work[0].described()})" if at_work else ""
-            raise UserError(
-                f"another run works in this folder{who}. Wait until it ends, or stop it"
-                + (f": kill {at_work[0].process}" if at_work else ".")
-            ) from None
+            raise UserError(is_taken(at_work())) from None
         yield
+
+
+def at_work() -> Owner | None:
+    """The process of this host that runs the workflow in this folder, by the notes."""
+    return next((owner for _, owner in owners() if owner.is_here() and owner.is_alive()), None)
+
+
+def is_taken(owner: Owner | None) -> str:
+    """The error of a call that meets another run; `owner` is None if that has left no note yet."""
+    if owner is None:
+        return "another run works in this folder. Wait until it ends, or stop it."
+    return (
+        f"another run works in this folder ({owner.described()}). Wait until it ends, or stop it: kill {owner.process}"
+    )
 
 
 def owners() -> Iterator[tuple[Path, Owner]]:
