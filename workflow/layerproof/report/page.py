@@ -29,7 +29,7 @@ from layerproof.report.manifest import git_state
 from layerproof.report.privacy import public, without_paths
 from layerproof.report.sentences import diagnosis_sentences
 from layerproof.report.source import CodeFrame
-from layerproof.report.words import NOT_COMPARED, Comparison, counted, number, share
+from layerproof.report.words import NOT_COMPARED, Comparison, counted, number, share, worst_tap
 from layerproof.shapes import Failure, Verdicts
 from layerproof.taps import OUT
 from layerproof.wording import times
@@ -150,7 +150,7 @@ def _plotted(run: Inputs) -> list[str]:
     failing = [one["stages"][0] for one in run.verdicts["failures"] if one["status"] == "fail"]
     if failing or not run.comparisons:
         return list(dict.fromkeys(failing))[:MOST_PLOTS]
-    worst = [(found["excess"], one["stage"]) for one in run.comparisons if (found := _worst(one))]
+    worst = [(found["excess"], one["stage"]) for one in run.comparisons if (found := worst_tap(one))]
     return [max(worst)[1]] if worst else []
 
 
@@ -245,17 +245,11 @@ def _greedy(logits: Mapping[str, Any]) -> str:
     return f"{len(pairs) - len(wrong)} of {len(pairs)}" + (f" ({'; '.join(wrong[:8])})" if wrong else "")
 
 
-def _worst(comparison: Comparison) -> dict[str, Any] | None:
-    """The tap of a stage that is furthest off."""
-    found = [(tap["excess"], name) for name, tap in comparison["taps"].items() if tap.get("excess") is not None]
-    return dict(zip(("excess", "tap"), max(found), strict=True)) if found else None
-
-
 def _stage(comparison: Comparison, diagnosis: Mapping[str, Any] | None, run: Inputs) -> dict[str, Any]:
     """The values that the template shows for one stage."""
     stage, taps, status = comparison["stage"], comparison["taps"], comparison["status"]
     out = taps.get(OUT, {})
-    worst = _worst(comparison)
+    worst = worst_tap(comparison)
     failing = [(name, tap["reason"]) for name, tap in taps.items() if tap["status"] == "fail"]
     through = [chain for chain in run.chains if stage in chain["stages"]]
     told = diagnosis_sentences(diagnosis, comparison) if diagnosis else []

@@ -15,6 +15,12 @@ def all_taps(comparisons: Iterable[Comparison]) -> list[tuple[str, str, Mapping[
     return [(one["stage"], name, tap) for one in comparisons for name, tap in one["taps"].items()]
 
 
+def worst_tap(comparison: Comparison) -> dict[str, Any] | None:
+    """The `tap` of a stage that is furthest off, and its `excess`; None if no tap has a number."""
+    found = [(tap["excess"], name) for name, tap in comparison["taps"].items() if tap.get("excess") is not None]
+    return dict(zip(("excess", "tap"), max(found), strict=True)) if found else None
+
+
 # Words and numbers
 
 

@@ -258,8 +258,7 @@ def stage_line(path: Path) -> str:
         return f"{path.stem:<9}  compared"
     name = next((name for name, tap in taps.items() if tap["status"] == "fail"), None)
     if status == "pass":
-        most = max((tap["excess"] for tap in taps.values() if tap.get("excess") is not None), default=None)
-        what = counted(len(taps), "tap") + summary.how_near(most)
+        what = counted(len(taps), "tap") + summary.how_near(comparison)
     elif name is None:
         what = comparison["reason"].removeprefix(f"{path.stem}: ")
     else:

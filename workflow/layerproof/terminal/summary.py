@@ -11,7 +11,7 @@ from layerproof.errors import UserError
 from layerproof.files import read_json
 from layerproof.report import gate
 from layerproof.report.failing import failures
-from layerproof.report.words import number, share
+from layerproof.report.words import Comparison, number, share, worst_tap
 from layerproof.shapes import Verdicts
 
 RESULTS = Path("results")
@@ -117,10 +117,7 @@ def _of_stage(stage: str, with_diagnosis: bool) -> Answer:
     overall = status if status in ("pass", "fail") else "error"
     found = failures([comparison], [], diagnoses)
     if not found:
-        most = max(
-            (tap["excess"] for tap in comparison["taps"].values() if tap.get("excess") is not None), default=None
-        )
-        agrees = f"PASS: {stage} agrees with the golden{how_near(most)}"
+        agrees = f"PASS: {stage} agrees with the golden{how_near(comparison)}"
         return Answer(overall, (agrees, "Next: layerproof run, for all stages and the report"))
     lines = [f"{overall.upper()}: {gate.one_line(one)}" for one in found]
     place = gate.where(found[0])
@@ -131,9 +128,10 @@ def _of_stage(stage: str, with_diagnosis: bool) -> Answer:
     return Answer(overall, (*lines, f"Next: {again if with_diagnosis else why}"))
 
 
-def how_near(most: float | None) -> str:
-    """How much of the allowed error is used, as the end of a sentence."""
-    return f", with at most {share(most)} of the allowed error" if most else ""
+def how_near(comparison: Comparison) -> str:
+    """How much of the allowed error a stage uses, as the end of a sentence."""
+    worst = worst_tap(comparison)
+    return f", with at most {share(worst['excess'])} of the allowed error" if worst and worst["excess"] else ""
 
 
 def _of_chain(chain: dict[str, Any]) -> Answer:
