@@ -30,7 +30,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the map: its name, and a cell for each stage, or None where the stage has no such tap."""
+    """A row of the map: its name, and a cell for each stage, or None where the stage does not have this tap."""
 
     name: str
     cells: tuple[Cell | None, ...]
