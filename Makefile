@@ -11,6 +11,7 @@
 # make same BASE=COMMIT   lists every file of results/ in which the default run differs from that of another commit
 # make report-cases   runs five cases and takes pictures of their reports (ten minutes)
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
+# make families SEED=N   judges every causal model of transformers as its own port (half an hour; goes on where it ended)
 # PYTHON=...    the Python to set up with, in place of the one that requirements/find-python.sh finds
 
 VENV := .venv
@@ -19,7 +20,7 @@ SEED ?= 1
 TUTORIAL ?= tutorial
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report tutorial tutorial-answer docs test check fast lower-bounds lint types style same bugs report-cases bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report tutorial tutorial-answer docs test check fast lower-bounds lint types style same bugs families report-cases bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	layerproof run --exit-zero --cores $(CORES)
@@ -55,6 +56,9 @@ report-cases: setup-dev
 
 bugs: setup-dev
 	python tests/bugs/run.py
+
+families: setup-dev
+	python tests/families/run.py --seed $(SEED)
 
 bench: setup-dev
 	python benchmarks/run.py

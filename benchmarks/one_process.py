@@ -17,14 +17,13 @@ from layerproof.files import write_json, write_text
 from layerproof.golden import stage as golden_stage
 from layerproof.host import prediction
 from layerproof.measure.rule import LIMIT
-from layerproof.model import checkpoint, loading, tokens
+from layerproof.model import checkpoint, handed, loading, tokens
 from layerproof.model.resolve import resolve
 from layerproof.model.stages import all_stages, previous_stage
 from layerproof.paths import CAUSES, GLOSSARY, TEMPLATES
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
 from layerproof.report import page, plots, verdicts
-from layerproof.tensors.hdf5 import read_stage_input
 
 
 def main(directory: Path) -> None:
@@ -47,7 +46,7 @@ def main(directory: Path) -> None:
         before = [files[side].get(previous) for side in ("golden", "noise")]
         made = files["golden"][stage], files["noise"][stage]
         golden_stage.make_stage(stage, model, descriptions[stage], prompts, *before, *made, settings)
-        fed = read_stage_input(before[0], "golden/out") if before[0] else None
+        fed = handed.stage_input(before[0], stage)
         port_stage.make_stage(runner, stage, descriptions[stage], fed, files["port"][stage])
         comparisons.append(compare_stages.compare_stage(stage, *made, files["port"][stage], prompts.valid, LIMIT))
         write_json(results / f"compare/{stage}.json", comparisons[-1])

@@ -410,7 +410,10 @@ def test_a_users_checkpoint_tells_its_number_of_layers(tmp_path):
         ({"config__json": "{"}, ["config.json: is not JSON", "Copy the file again"]),
         ({"config__json": []}, ["config.json: is not a JSON object", "Copy the file again"]),
         ({"config__json": {"text_config": "none"}}, ["num_hidden_layers is missing"]),
-        ({"config__json": {}}, ["model.checkpoint", "num_hidden_layers is missing", "Name a decoder"]),
+        (
+            {"config__json": {}},
+            ["model.checkpoint", "num_hidden_layers is missing", "Name the checkpoint of a decoder"],
+        ),
         ({"config__json": {"num_hidden_layers": 2}}, ["model.safetensors", "model.checkpoint must name safetensors"]),
         (
             {"config__json": {"num_hidden_layers": 2}, "pytorch_model__bin": "x"},

@@ -19,7 +19,7 @@ from layerproof.diagnose.diagnose import FailedStage, Files, diagnose
 from layerproof.files import read_json, write_json
 from layerproof.golden import stage as golden_stage
 from layerproof.measure.rule import LIMIT
-from layerproof.model import checkpoint, loading, tiny, tokens
+from layerproof.model import checkpoint, handed, loading, tiny, tokens
 from layerproof.model.stages import all_stages, previous_stage
 from layerproof.paths import TINY_CHECKPOINT
 from layerproof.port import stage as port_stage
@@ -147,7 +147,7 @@ def run(
     settings = port_settings(None if source is None else path, dtype)
     runner = Runner.start(model.checkpoint, model.prompts, settings)
     before = model.previous(stage)
-    fed = hdf5.read(before, "golden/out") if before else None
+    fed = handed.stage_input(before, stage)
     description = model.description(stage)
     for other in also_loads:
         description["tensors"] = model.description(other)["tensors"] | description["tensors"]

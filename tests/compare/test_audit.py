@@ -8,7 +8,7 @@ import torch
 
 from configs import config_with
 from layerproof.compare import audit
-from layerproof.model import loading
+from layerproof.model import handed, loading
 from layerproof.model.checkpoint import torch_name
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
@@ -48,7 +48,7 @@ def findings_in(run, directory, source, notes=False, **settings):
     (directory / "port.py").write_text(source)
     settings = config_with(port={"module": str(directory / "port.py"), "device": "CPU", **settings})
     descriptions, _ = loading.describe_stages(run / "model", [STAGE], trust_remote_code=False)
-    fed = hdf5.read(run / "layer_000.h5", "golden/out")
+    fed = handed.stage_input(run / "layer_000.h5", STAGE)
     runner = Runner.start(run / "model", TOKENS, settings)
     port_stage.make_stage(runner, STAGE, descriptions[STAGE], fed, directory / "port.h5")
     files = {STAGE: run / f"{STAGE}.h5"}, {STAGE: directory / "port.h5"}

@@ -214,7 +214,7 @@ def test_flip_of_the_golden_is_left_out_without_a_choice_of_the_port(stage):
     stage.choices["golden"][0, 4] = [0, 2]
     stage.golden["out"][0, 4] += 3
     result = stage.write().compare()
-    assert result["routing"]["left_out"] == 1
+    assert result["routing"]["left_out"] == 2, "the flip, and the near-tie, where the port may have chosen otherwise"
     assert result["taps"]["out"]["R"] > 0.5, "the golden's flip must not count as noise"
 
 

@@ -52,12 +52,12 @@ def equal(one, other):
 
 @cache
 def tried(model, name):
-    """The faults that change this stage, and the (fault, tap) where one shows before its own tap."""
+    """The faults that change this stage, and the (fault, tap) where one shows at a canonical tap before its own."""
     changing, early = set(), []
     for dtype in (torch.bfloat16, torch.float32):
         stage = golden_stage(model, name, dtype)
         plain = stage.run({})
-        forced = {tap: tensor for tap, tensor in plain.items() if tap != OUT}
+        forced = {tap: tensor for tap, tensor in plain.items() if tap in SHAPES and tap != OUT}
         for fault in DICTIONARY:
             if fault.tap not in plain:
                 continue
@@ -66,7 +66,9 @@ def tried(model, name):
             except NotApplicable:
                 continue
             early += [
-                (fault.name, fault.tap, tap) for tap in faulty if tap != fault.tap and not same(faulty[tap], plain[tap])
+                (fault.name, fault.tap, tap)
+                for tap in faulty
+                if tap in SHAPES and tap != fault.tap and not same(faulty[tap], plain[tap])
             ]
             if not same(faulty[fault.tap], plain[fault.tap]):
                 changing.add(fault)

@@ -13,6 +13,7 @@ from layerproof.golden import feeds
 from layerproof.golden import stage as golden_stage
 from layerproof.golden.transformers_stage import check_submodules, run_stage
 from layerproof.model import loading
+from layerproof.model.handed import StageInput
 from layerproof.model.resolve import resolve
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
@@ -83,7 +84,8 @@ def test_a_name_that_is_canonical_already_is_refused(tmp_path, monkeypatch):
         resolve({"inputs": {"prompts": "prompts.txt"}, "golden": {"taps": {"attn.q": "self_attn"}}})
 
 
-def test_an_own_tap_of_golden_and_port_is_compared(tmp_path):
+@pytest.mark.parametrize("declared", [OWN, {}], ids=["in golden.taps", "by its module's name"])
+def test_an_own_tap_of_golden_and_port_is_compared(declared, tmp_path):
     save("minimax_m2", tmp_path / "model")
     description = loading.describe_stages(tmp_path / "model", ["layer_001"], trust_remote_code=False)[0]["layer_001"]
     source = Path("workflow/ports/minimax_m2.py").read_text()
@@ -91,7 +93,7 @@ def test_an_own_tap_of_golden_and_port_is_compared(tmp_path):
     assert source.count(old) == 1
     (tmp_path / "port.py").write_text(source.replace(old, f'"mlp.experts": "moe", {old}'))
     port = {"module": str(tmp_path / "port.py"), "device": "CPU"}
-    settings = config_with(port=port, golden={"device": "cpu", "taps": OWN})
+    settings = config_with(port=port, golden={"device": "cpu", "taps": declared})
     x = hdf5.to_array(torch.randn(*TOKENS.ids.shape, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
     hdf5.write(tmp_path / "before.h5", {"golden": {"out": x}})
     files = tmp_path / "golden.h5", tmp_path / "noise.h5"
@@ -99,12 +101,17 @@ def test_an_own_tap_of_golden_and_port_is_compared(tmp_path):
         "layer_001", tmp_path / "model", description, TOKENS, tmp_path / "before.h5", None, *files, settings
     )
     runner = Runner.start(tmp_path / "model", TOKENS, settings)
-    port_stage.make_stage(runner, "layer_001", description, x, tmp_path / "port.h5")
+    port_stage.make_stage(runner, "layer_001", description, StageInput(x), tmp_path / "port.h5")
     result = compare_stages.compare_stage("layer_001", *files, tmp_path / "port.h5", TOKENS.valid, 1.5)
     assert result["status"] == "pass" and result["taps"]["mlp.experts"]["status"] == "pass"
     names = list(result["taps"])
     assert names.index("router.weights") < names.index("mlp.experts") < names.index("mlp.out")
 
-    unknown = config_with(port=port, golden={"device": "cpu"})
-    with pytest.raises(StageError, match=r'"mlp\.experts" is not a tap'):
-        Runner.start(tmp_path / "model", TOKENS, unknown)
+
+def test_a_name_that_is_nearly_a_tap_is_refused(tmp_path):
+    save("minimax_m2", tmp_path / "model")
+    source = Path("workflow/ports/minimax_m2.py").read_text()
+    (tmp_path / "port.py").write_text(source.replace('"mlp.out": "moe"', '"mlp.outt": "moe"'))
+    settings = config_with(port={"module": str(tmp_path / "port.py"), "device": "CPU"})
+    with pytest.raises(StageError, match=r'"mlp\.outt" is not a tap\. Did you mean "mlp\.out"'):
+        Runner.start(tmp_path / "model", TOKENS, settings)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from layerproof.golden import stage as golden_stage
 from layerproof.golden.transformers_stage import run_stage
 from layerproof.model import fp8, loading
+from layerproof.model.parts import parts_of
 from layerproof.model.stages import all_stages, layer_of
 from layerproof.tensors import hdf5
 from models import CONFIGS, FP8, MORE, save
@@ -23,7 +24,7 @@ def whole_model(directory, dtype, **options):
     """Output of every stage of the whole model by hooks, as bits-preserving tensors."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options).eval()
     outputs = {}
-    parts = loading.parts_of(model)
+    parts = parts_of(model)
 
     def keep(stage):
         return lambda module, args, output: outputs.__setitem__(
@@ -131,8 +132,10 @@ def test_every_stage_loads_only_its_own_tensors(tmp_path):
     descriptions, _ = loading.describe_stages(tmp_path / "model", stages, trust_remote_code=False)
     model = loading.meta_model(tmp_path / "model", False, torch.bfloat16)
     loading.load_stage(model, "layer_001", tmp_path / "model", descriptions["layer_001"], torch.device("cpu"))
-    parts = loading.parts_of(model)
-    loaded = {parts.stage_of(name) for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    parts = parts_of(model)
+    loaded = {
+        stage for name, tensor in model.state_dict().items() if not tensor.is_meta for stage in parts.stages_of(name)
+    }
     assert loaded == {"layer_001"}
     names = [name for stage in stages for name in descriptions[stage]["tensors"]]
     assert len(names) == len(set(names))
@@ -155,7 +158,7 @@ def test_the_context_is_what_the_output_projection_gets(tmp_path, monkeypatch):
     assert (context @ projection.T - out).norm() < 0.01 * out.norm()
 
 
-def test_layers_have_the_canonical_taps(golden_of):
+def test_layers_have_the_canonical_taps_and_those_of_their_other_modules(golden_of):
     with hdf5.reading(golden_of("minimax_m2") / "layer_002.h5") as file:
         golden_taps, truth = hdf5.taps(file, "golden"), hdf5.taps(file, "truth")
         assert (
@@ -165,8 +168,10 @@ def test_layers_have_the_canonical_taps(golden_of):
                 *("input_norm", "attn.q", "attn.k", "attn.v", "attn.q_norm", "attn.k_norm", "attn.q_rot", "attn.k_rot"),
                 *("attn.context", "attn.out", "post_attn_norm", "mlp.out", "out"),
                 *("router.logits", "router.scores", "router.selection", "router.choice", "router.weights"),
+                "mlp.experts",
             }
         )
+        assert [one.name for one in hdf5.feeds(file) if one.optional] == ["mlp.experts"]
         assert {tap.dtype for tap in truth.values()} == {"float32", "int32"}
         assert golden_taps["attn.q_rot"].data.shape == (3, 20, 4, 16)
         scores, weights, choice = (truth[f"router.{name}"].data[...] for name in ("scores", "weights", "choice"))

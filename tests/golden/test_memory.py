@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from configs import config_with
 from layerproof.golden import stage as golden_stage
 from layerproof.model import checkpoint, fp8, loading
+from layerproof.model.handed import StageInput
 from layerproof.model.tokens import pad
 from layerproof.port import prepare
 from layerproof.port import stage as port_stage
@@ -55,7 +56,7 @@ def read(monkeypatch):
 
 def started(directory):
     """A runner of the shipped port, and what its layer is fed with."""
-    fed = hdf5.to_array(torch.zeros(*TOKENS.ids.shape, WIDE["hidden_size"], dtype=torch.bfloat16))
+    fed = StageInput(hdf5.to_array(torch.zeros(*TOKENS.ids.shape, WIDE["hidden_size"], dtype=torch.bfloat16)))
     return Runner.start(directory, TOKENS, SETTINGS), fed
 
 

@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 from configs import config_with
 from layerproof.golden import stage as golden_stage
 from layerproof.host import prediction
-from layerproof.model import checkpoint, loading
+from layerproof.model import checkpoint, handed, loading
 from layerproof.model.stages import all_stages
 from layerproof.model.tokens import pad
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
-from layerproof.tensors import hdf5, pruning
+from layerproof.tensors import pruning
 from models import CONFIGS, save
 from peak import Peak
 from streaming import SETTINGS, stream
@@ -58,7 +58,7 @@ def test_weights_and_files_are_exact(model_type, tmp_path):
 
     stream(tmp_path / "model", tmp_path, tokens=LONG)
     runner = Runner.start(tmp_path / "model", LONG, BY_TRANSFORMERS)
-    fed = hdf5.read(tmp_path / "layer_000.h5", "golden/out")
+    fed = handed.stage_input(tmp_path / "layer_000.h5", stage)
     port_stage.make_stage(runner, stage, descriptions[stage], fed, tmp_path / "port.h5")
     port_stage.chain_stage(runner, stage, descriptions[stage], fed, tmp_path / "chain.h5")
     noise = tmp_path / f"{stage}.noise.h5"

@@ -10,7 +10,7 @@ from torch import nn
 
 from configs import config_with
 from layerproof.compare import audit
-from layerproof.model import loading
+from layerproof.model import handed, loading
 from layerproof.model.checkpoint import num_layers, read_config
 from layerproof.model.stages import all_stages
 from layerproof.port import compiled
@@ -115,7 +115,7 @@ def test_chains_run_compiled(minimax, tmp_path):
     settings = edited(
         tmp_path, ("weights = self.route(x).to(x.dtype)", "weights = self.route(x).to(x.dtype) * x[0, 0, 0].item()")
     )
-    fed = hdf5.read(minimax / "golden" / "layer_000.h5", "golden/out")
+    fed = handed.stage_input(minimax / "golden" / "layer_000.h5", "layer_001")
     outputs = []
     for how in (None, "xla"):
         runner = Runner.start(model, TOKENS, config_with(port=settings | {"compile": how}))

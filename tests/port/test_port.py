@@ -9,7 +9,7 @@ from configs import config_with
 from layerproof.compare import stage as compare_stages
 from layerproof.errors import StageError
 from layerproof.measure.rule import LIMIT
-from layerproof.model import checkpoint, loading
+from layerproof.model import checkpoint, handed, loading
 from layerproof.model.stages import all_stages, previous_stage
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner, load_module
@@ -32,7 +32,7 @@ def run(model, results, out, settings, stages=None):
     facts = {}
     for stage in stages:
         previous = previous_stage(stage, layers)
-        fed = hdf5.read(results / f"{previous}.h5", "golden/out") if previous else None
+        fed = handed.stage_input(results / f"{previous}.h5" if previous else None, stage)
         facts[stage] = port_stage.make_stage(runner, stage, descriptions[stage], fed, out / f"{stage}.h5")
     return facts
 
@@ -152,7 +152,7 @@ def test_what_a_port_draws_does_not_depend_on_the_stages_before(tmp_path):
     )
     stream(model, tmp_path)
     description, _ = loading.describe_stages(model, ["layer_000"], trust_remote_code=False)
-    fed = hdf5.read(tmp_path / "embed.h5", "golden/out")
+    fed = handed.stage_input(tmp_path / "embed.h5", "layer_000")
     found = []
     for drawn in (0, 3):
         runner = Runner.start(model, TOKENS, config_with(port=settings))

@@ -144,16 +144,6 @@ def test_a_failed_stage_leaves_its_message(tmp_path, kind, message):
     assert str(error.value) == message
 
 
-def test_an_input_from_a_failed_stage_is_missing_and_keeps_the_first_message(tmp_path):
-    hdf5.write_error(tmp_path / "a.h5", StageError("layer_000: shard is gone."))
-    with pytest.raises(StageMissing, match=r"earlier stage failed: layer_000: shard is gone\.") as first:
-        hdf5.read_stage_input(tmp_path / "a.h5", "golden/out")
-    hdf5.write_error(tmp_path / "b.h5", first.value)
-    with pytest.raises(StageMissing) as second:
-        hdf5.read_stage_input(tmp_path / "b.h5", "golden/out")
-    assert str(second.value) == str(first.value)
-
-
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(StageError, match=r"a\.h5: does not exist\. Run") as error:
         hdf5.read(tmp_path / "a.h5", "golden/out")

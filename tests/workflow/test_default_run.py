@@ -14,7 +14,7 @@ from archives import forged, members, validate
 from bugs.corpus import BUGS, MINIMAX
 from configs import config_with
 from layerproof import cli
-from layerproof.model import fp8
+from layerproof.model import fp8, handed
 from layerproof.paths import TINY_CHECKPOINT
 
 pytestmark = pytest.mark.workflow
@@ -204,7 +204,6 @@ def test_a_changed_line_turns_the_verdict_of_its_layer(workflow, tmp_path, mista
     from layerproof.model.tokens import Tokens
     from layerproof.port import stage as port_stage
     from layerproof.port.runner import Runner
-    from layerproof.tensors import hdf5
 
     (bug,) = (bug for bug in BUGS if (bug.model, bug.name) == (MINIMAX, mistake))
     (tmp_path / "port.py").write_text(bug.overlay((REPOSITORY / "workflow/ports/minimax_m2.py").read_text()))
@@ -212,7 +211,7 @@ def test_a_changed_line_turns_the_verdict_of_its_layer(workflow, tmp_path, mista
     tokens = Tokens.read(results / "tokens.json")
     settings = config_with(port={"module": str(tmp_path / "port.py")})
     runner = Runner.start(REPOSITORY / TINY_CHECKPOINT, tokens, settings)
-    fed = hdf5.read(results / "golden/layer_001.h5", "golden/out")
+    fed = handed.stage_input(results / "golden/layer_001.h5", "layer_002")
     port_stage.make_stage(runner, "layer_002", read_json(results / "weights/layer_002.json"), fed, tmp_path / "port.h5")
     golden = results / "golden/layer_002.h5", results / "noise/layer_002.h5"
     result = compare_stages.compare_stage("layer_002", *golden, tmp_path / "port.h5", tokens.valid, 1.5)

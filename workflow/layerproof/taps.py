@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     import torch
 
 OUT = "out"
+
+
+def is_output(name: str) -> bool:
+    """Whether a tap is an output of its stage: `out`, or `out/NAME` of what later stages get besides it."""
+    return name == OUT or name.startswith(f"{OUT}/")
+
 
 SHAPES = {
     "input_norm": "[batch, seq, hidden]",
@@ -93,10 +100,50 @@ Ranks need not say it of a tap of one's own: parts that differ are put together 
 
 @dataclass(frozen=True)
 class Fed:
-    """A tap of a stage, and the taps that feed it directly."""
+    """A tap of a stage, and the taps that feed it directly.
+
+    A tap that has no canonical name, but that of a module, is `optional`: a port need not hand it over.
+    """
 
     name: str
     fed_by: tuple[str, ...]
+    optional: bool = False
+
+
+def choices_before(tap: str, measured: Sequence[Fed]) -> list[str]:
+    """Returns the choices that a tap depends on, in order: taps named `choice` or `margin`, which noise may decide."""
+    fed_by = {one.name: one.fed_by for one in measured}
+    found: set[str] = set()
+    waiting = list(fed_by.get(tap, ()))
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += fed_by.get(name, ())
+    return [one.name for one in measured if one.name in found and is_choice(one.name)]
+
+
+def is_optional(name: str, own: Collection[str]) -> bool:
+    """Whether a port need not hand over a tap: it is neither canonical, nor in golden.taps, nor an output."""
+    return not (name in SHAPES or name in own or is_output(name))
+
+
+def canonical_after(tap: str, measured: Sequence[Fed]) -> set[str]:
+    """Returns the canonical taps that a tap without a canonical name feeds, directly or through others like it."""
+    found: set[str] = set()
+    waiting = [] if tap in SHAPES else [tap]
+    while waiting:
+        name = waiting.pop()
+        for one in measured:
+            if name in one.fed_by and one.name not in found:
+                found.add(one.name)
+                waiting += [] if one.name in SHAPES else [one.name]
+    return found.intersection(SHAPES)
+
+
+def is_choice(name: str) -> bool:
+    """Whether a tap is a choice: the places that a top-k found (`router.choice`), or the margins of a comparison."""
+    return re.search(r"\bchoice(\.\d+)?$|\bmargin(\.\d+)?$", name) is not None
 
 
 def unseen_before(tap: str, seen: Collection[str], measured: Iterable[Fed] = ()) -> set[str]:
@@ -134,12 +181,13 @@ class _Run:
     forced: Mapping[str, torch.Tensor]
     edits: Mapping[str, Edit]
     until: str
-    own: Collection[str]
+    own: Collection[str] | None
     collected: dict[str, torch.Tensor] = field(default_factory=dict)
     left_out: Container[str] = ()
 
     def hand_over(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        check_known([name], "tap", self.own)
+        if self.own is not None:
+            check_known([name], "tap", self.own)
         if not hasattr(tensor, "dtype"):
             raise StageError(
                 f'tap: "{name}" is a {type(tensor).__name__}, not a tensor. Write tap("{name}", tensor) inside forward.'
@@ -245,18 +293,23 @@ def tap_as(name: str, tensor: torch.Tensor, show: Show, back: Show) -> torch.Ten
 
 
 def check_known(names: Iterable[str], where: str, own: Collection[str] = ()) -> None:
-    """Checks that `names` are canonical taps or `own` ones, which are the keys of the setting golden.taps.
+    """Checks that `names` are canonical taps, `own` ones, which are the keys of the setting golden.taps, or may be modules'.
+
+    A golden names the taps of a layer's other modules after the modules, so only what looks like a misspelled tap is
+    wrong; the comparison lists names that the golden does not have.
 
     Raises:
-        StageError: for the first name that is neither; the message says where it is and suggests the nearest.
+        StageError: for the first name that nearly is another; the message says where it is and suggests that one.
     """
     known = (*SHAPES, *own)
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f'Did you mean "{near[0]}"? ' if near else ""
+        if name in known or is_output(name):
+            continue
+        near = difflib.get_close_matches(name, known, 1)
+        if near:
             raise StageError(
-                f'{where}: "{name}" is not a tap. {meant}The taps are {", ".join(known)}. golden.taps adds others.'
+                f'{where}: "{name}" is not a tap. Did you mean "{near[0]}"? The taps are {", ".join(known)}. golden.taps '
+                "adds others."
             )
 
 
@@ -265,12 +318,12 @@ def collecting(
     forced: Mapping[str, torch.Tensor] | None = None,
     edits: Mapping[str, Edit] | None = None,
     until: str = OUT,
-    own: Collection[str] = (),
+    own: Collection[str] | None = (),
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Collects the taps inside the block, after `edits` and before `forced` values replace them.
 
-    `own` are the names that may occur
-    besides the canonical ones. If `until` is a tap other than `out`, collecting it ends the run with TapsDone.
+    `own` are the names that may occur besides the canonical ones and those of modules; None allows any. If `until` is a
+    tap other than `out`, collecting it ends the run with TapsDone.
     """
     run = _Run(forced or {}, edits or {}, until, own)
     token = _run.set(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +16,19 @@ from layerproof.measure.logits import compare_logits
 from layerproof.measure.metrics import compare, judge
 from layerproof.measure.noise import Noise
 from layerproof.measure.noise_file import read_noise
-from layerproof.measure.routing import AFTER_ROUTER, Routing, compare_choices, experts_chosen, ruled_out_as
+from layerproof.measure.routing import (
+    AFTER_ROUTER,
+    CHOICE,
+    Routing,
+    choices_of_taps,
+    compare_choices,
+    compare_margins,
+    experts_chosen,
+    ruled_out_as,
+    selection_of,
+)
 from layerproof.model.stages import LM_HEAD
-from layerproof.taps import OUT
+from layerproof.taps import OUT, Fed, is_choice, is_output
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor
 from layerproof.threads import mapped
@@ -45,23 +55,31 @@ def compare_stage(
             wanted = hdf5.taps(golden_file, "golden")
             truth = hdf5.taps(golden_file, "truth")
             bands = read_noise(noise) if noise else {}
-            result["statistics"] = {"golden": _statistics(wanted)}
+            fed = hdf5.feeds(golden_file)
+            result["statistics"] = {"golden": _statistics(_expected(wanted, {}, fed))}
             result["golden"] = hdf5.attributes(golden_file)
             try:
                 with hdf5.reading(port) as port_file:
                     found = hdf5.taps(port_file, "port")
+                    result["statistics"]["golden"] = _statistics(_expected(wanted, found, fed))
                     result["statistics"]["port"] = _statistics(found)
                     result["port"] = hdf5.attributes(port_file)
                     result["port"]["places"] = hdf5.document_if_there(port_file, hdf5.PLACES) or {}
                     of_ranks = Ranks.of(port_file)
-                    result |= compare_taps(stage, found, wanted, truth, bands, valid, limit, of_ranks)
+                    result |= compare_taps(stage, found, wanted, truth, bands, valid, limit, of_ranks, fed)
             except StageError as error:
                 hdf5.check(golden)  # shows damage to the golden's data, which is not an error of the port's file
-                result["taps"] = {name: _failed(error) for name in wanted}
+                result["taps"] = {name: _failed(error) for name in _expected(wanted, {}, fed)}
                 raise
     except StageError as error:
         return result | _failed(error)
     return result
+
+
+def _expected(wanted: Mapping[str, Tensor], found: Collection[str], fed: Sequence[Fed]) -> dict[str, Tensor]:
+    """The golden's taps that a port hands over or must hand over."""
+    optional = {one.name for one in fed if one.optional}
+    return {name: tensor for name, tensor in wanted.items() if name in found or name not in optional}
 
 
 def _failed(error: StageError) -> dict[str, Any]:
@@ -77,27 +95,35 @@ def compare_taps(
     valid: np.ndarray,
     limit: float,
     ranks: Ranks | None = None,
+    fed: Sequence[Fed] = (),
 ) -> dict[str, Any]:
     """Compares a stage's tensors, in the order of `wanted`: status, taps, routing and errors.
 
-    `noise` may cover all taps, some or none. Taps are compared on the declared threads.
+    `noise` may cover all taps, some or none; `fed` says what feeds each tap, and which taps a port need not hand over.
+    Taps are compared on the declared threads.
     """
-    routing = _routing(found, wanted, truth, valid, valid & ~noise[OUT].compared if OUT in noise else None)
+    before = choices_of_taps(list(wanted), fed)
+    routings = _routings(found, wanted, truth, valid, noise, before)
+    routing = routings.get(CHOICE)
     experts = experts_chosen(truth) if routing else None
 
     def of_tap(name: str) -> dict[str, Any]:
         if name not in found:
             return {"status": "missing", "reason": "the port does not hand over this tap"}
-        left_out = routing.left_out if routing and name in AFTER_ROUTER else None
-        sides = wanted[name], truth[name], valid, limit, left_out, noise.get(name)
+        masks = [routings[choice].left_out for choice in before[name]]
+        left_out = np.logical_or.reduce(masks) if masks else None
+        counted = valid
+        if left_out is not None and name.split(".")[-1] == "selection":
+            counted = valid & ~left_out  # an earlier choice rules out others there, with an Inf
+        sides = wanted[name], truth[name], counted, limit, left_out, noise.get(name)
         mine = found[name]
-        if name == "router.selection" and "router.choice" in found:
+        if name == selection_of(CHOICE) and CHOICE in found:
             mine = ruled_out_as(mine, wanted[name], truth[name])
         tap = judge(mine, *sides, experts=experts if name in AFTER_ROUTER else None)
         if left_out is not None and valid.any() and left_out[valid].all():
-            tap["reason"] = "nothing was compared: experts are nearly tied at every token. Use more tokens."
-        if routing and routing.compared and name == "router.choice":
-            reason = routing.reason()
+            tap["reason"] = "nothing was compared: choices before it are nearly tied at every token. Use more tokens."
+        if name in routings and routings[name].compared:
+            reason = routings[name].reason(name)
             tap |= {"status": "fail" if reason else "pass", "reason": reason}
         if ranks:
             summed = ranks.summed.get(name)
@@ -106,7 +132,8 @@ def compare_taps(
                 tap |= {"status": "fail", "reason": reason}
         return tap
 
-    taps = dict(zip(wanted, mapped(of_tap, wanted), strict=True))
+    compared = list(_expected(wanted, found, fed))
+    taps = dict(zip(compared, mapped(of_tap, compared), strict=True))
     failed = [name for name, tap in taps.items() if tap["status"] == "fail"]
     status = "fail" if failed else taps[OUT]["status"]
     reason = f"{failed[0]}: {taps[failed[0]]['reason']}" if failed else taps[OUT]["reason"]
@@ -139,24 +166,39 @@ def _local_error(
     return compare(found[OUT], wanted[OUT], truth[OUT], valid)["rel_l2"]
 
 
-def _routing(
+def _routings(
     found: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     truth: Mapping[str, Tensor],
     valid: np.ndarray,
-    variant_flips: np.ndarray | None,
-) -> Routing | None:
-    if "router.choice" not in wanted:
+    noise: Mapping[str, Noise],
+    before: Mapping[str, Sequence[str]],
+) -> dict[str, Routing]:
+    """Compares every choice of a stage, in order; tokens that an earlier choice leaves out do not count.
+
+    A choice that is handed over to later stages is compared as what it is, in whatever order it is.
+    """
+    routings: dict[str, Routing] = {}
+    handed = {name: _handed_choice(name, wanted, before) for name in wanted}
+    for name in (name for name in wanted if is_choice(name) or handed[name]):
+        earlier = [routings[choice].left_out for choice in before[name] if choice in routings]
+        counted = valid & ~np.logical_or.reduce([np.zeros_like(valid), *earlier])
+        later = next((tap for tap in noise if name in before.get(tap, ())), None)
+        variant_flips = counted & ~noise[later].compared if later else None
+        selection = selection_of(handed[name] or name)
+        if wanted[name].dtype_class == "float":
+            routings[name] = compare_margins(found.get(name), wanted[name], truth[name], counted, variant_flips)
+        else:
+            sides = found.get(name), wanted[name], truth[name], wanted.get(selection), truth.get(selection)
+            routings[name] = compare_choices(*sides, counted, variant_flips)
+    return routings
+
+
+def _handed_choice(name: str, wanted: Mapping[str, Tensor], before: Mapping[str, Sequence[str]]) -> str | None:
+    """The choice that an output of integers besides `out` is; None for any other tap."""
+    if not is_output(name) or wanted[name].dtype_class != "integer":
         return None
-    return compare_choices(
-        found.get("router.choice"),
-        wanted["router.choice"],
-        truth["router.choice"],
-        wanted.get("router.selection"),
-        truth.get("router.selection"),
-        valid,
-        variant_flips,
-    )
+    return next((choice for choice in reversed(before[name]) if wanted[choice].shape == wanted[name].shape), None)
 
 
 def _statistics(taps: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:

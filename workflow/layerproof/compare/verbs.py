@@ -84,13 +84,13 @@ def bisect(args: argparse.Namespace) -> None:
 
     def work() -> Mapping[str, Any]:
         from layerproof.compare import bisect
+        from layerproof.model import handed
         from layerproof.model.tokens import Tokens
         from layerproof.port import stage
-        from layerproof.tensors import hdf5
 
         prompts = Tokens.read(args.tokens)
         descriptions = {path.stem: read_json(path) for path in args.weights}
-        fed = hdf5.read_stage_input(previous, "golden/out") if previous else None
+        fed = handed.stage_input(previous, None)
         count, done = job.config.parallel.tp, []
 
         @cached

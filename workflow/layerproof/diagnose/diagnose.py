@@ -24,17 +24,17 @@ from layerproof.diagnose.faults import DICTIONARY, Fault, GoldenStage, NotApplic
 from layerproof.diagnose.findings import findings
 from layerproof.diagnose.result import undiagnosed
 from layerproof.golden import stage as golden_stage
-from layerproof.golden.experts import EXPERT_BY_EXPERT, register
 from layerproof.golden.variants import last_bits_changed, variants
 from layerproof.measure.groups import R_MAX
 from layerproof.measure.metrics import judge
-from layerproof.measure.noise import CHOICE, Noise, measure, noise_of_taps
+from layerproof.measure.noise import Noise, measure, noise_of_taps
 from layerproof.measure.noise_file import read_noise
-from layerproof.measure.routing import AFTER_ROUTER, experts_chosen, flips
+from layerproof.measure.routing import AFTER_ROUTER, CHOICE, experts_chosen, flips
 from layerproof.measure.rule import excess, failing_limit
-from layerproof.model import loading
+from layerproof.model import handed, loading
+from layerproof.model.experts import EXPERT_BY_EXPERT, register
 from layerproof.model.tokens import Tokens
-from layerproof.taps import OUT, Fed, merged, unseen_before
+from layerproof.taps import OUT, Fed, canonical_after, merged, unseen_before
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor, is_finite
 from layerproof.wording import times
@@ -157,10 +157,11 @@ def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) ->
     valid = stage.tokens.valid
     others = [taps for _, taps in variants(bf16.model, run, bf16.x)]
     local_truth = _arrays(exact.run(golden_taps))
-    local_noise = noise_of_taps(wanted, others, local_truth, valid)
+    wanted = {name: tensor for name, tensor in wanted.items() if all(name in one for one in (local_truth, *others))}
+    local_noise = noise_of_taps(wanted, others, local_truth, valid, feeds)
     bench = _Bench(bf16, exact, golden_taps, local_truth, local_noise, forced, feeds, valid, stage.limit)
     alone = replace(bench, forced={}, noise=read_noise(files.noise), port=isolated)
-    local = compare_taps(stage.name, forced, wanted, local_truth, local_noise, valid, stage.limit)["taps"]
+    local = compare_taps(stage.name, forced, wanted, local_truth, local_noise, valid, stage.limit, fed=feeds)["taps"]
     wrong = [name for name, tap in local.items() if tap["status"] == "fail"]
     if wrong:
         culprits = [_explain(bench, name, local[name], True) for name in wrong]
@@ -197,7 +198,9 @@ def load(stage: FailedStage, device: torch.device) -> tuple[GoldenStage, GoldenS
     description = stage.descriptions[stage.name]
     model = golden_stage.load(stage.name, stage.directory, description, device, dtype, settings, with_others=True)
     exact = golden_stage.exact(model, stage.name, stage.directory, description, device, settings, with_others=True)
-    x = hdf5.to_torch(hdf5.read_stage_input(stage.previous, "golden/out")).to(device) if stage.previous else None
+    fed = handed.stage_input(stage.previous, stage.name)
+    x = hdf5.to_torch(fed.out).to(device) if fed else None
+    given = {name: hdf5.to_torch(tensor).to(device) for name, tensor in fed.handed.items()} if fed else {}
     ids, valid = torch.from_numpy(stage.tokens.ids).to(device), torch.from_numpy(stage.tokens.valid).to(device)
 
     def load_another(model: Any, name: str) -> None:
@@ -208,8 +211,8 @@ def load(stage: FailedStage, device: torch.device) -> tuple[GoldenStage, GoldenS
 
     own_taps = settings.golden.taps
     return (
-        GoldenStage(model, stage.name, x, ids, valid, load_another, read, own_taps),
-        GoldenStage(exact, stage.name, x if x is None else x.float(), ids, valid, load_another, read, own_taps),
+        GoldenStage(model, stage.name, x, given, ids, valid, load_another, read, own_taps),
+        GoldenStage(exact, stage.name, x if x is None else x.float(), given, ids, valid, load_another, read, own_taps),
     )
 
 
@@ -279,7 +282,7 @@ def _head_dim(bench: _Bench, tap: str) -> int | None:
 
 def _attempts(bench: _Bench, tap: str) -> list[_Attempt]:
     """Attempts with faults that may show first at this tap, best first; tries more faults until one explains it."""
-    places = unseen_before(tap, bench.forced, bench.feeds)
+    places = unseen_before(tap, bench.forced, bench.feeds) | canonical_after(tap, bench.feeds)
     known = [fault for fault in DICTIONARY if fault.tap in places]
     attempts: list[_Attempt] = []
     for round in ("quick", "slow", "pairs"):

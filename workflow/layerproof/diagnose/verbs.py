@@ -52,11 +52,12 @@ def teacher_force(args: argparse.Namespace) -> None:
         def force(
             output: Path,
         ) -> None:  # reads all its files before the port's code runs, which may change the directory
+            from layerproof.model import handed
             from layerproof.port import stage
             from layerproof.tensors import hdf5
 
             taps = hdf5.read_group(golden, "golden")
-            fed = hdf5.read_stage_input(before, "golden/out") if before else None
+            fed = handed.stage_input(before, job.stage)
             description = read_json(weights)
             stage.teacher_force_stage(start(), job.stage, description, fed, taps, output)
 

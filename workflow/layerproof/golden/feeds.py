@@ -7,13 +7,14 @@ tap is fed by the marks that it was computed from without another mark between t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerproof.golden.transformers_stage import run_stage
-from layerproof.taps import OUT, Edit, Fed
+from layerproof.taps import OUT, Edit, Fed, is_optional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,12 +31,15 @@ def measure(
     valid: torch.Tensor,
     names: Collection[str],
     own_taps: Mapping[str, str],
+    handed: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> list[Fed]:
     """The taps `names` of a stage, in their order, with the taps that feed each directly.
 
     The model is loaded with the stage's weights; the other arguments are those of `run_stage`.
     """
-    few = (slice(0, 1), slice(0, TOKENS))
+    # What is handed over may choose among all tokens.
+    few = (slice(0, 1), slice(0, None if handed else TOKENS))
+    given = {name: tensor[few] for name, tensor in handed.items()}
     flow = _Flow()
     edits = {name: flow.mark(name) for name in names}
     with flow:
@@ -43,8 +47,16 @@ def measure(
             *(model, stage, None if stage_input is None else stage_input[few], token_ids[few], valid[few]),
             edits=edits,
             own_taps=own_taps,
+            handed=given,
         )
-    return [Fed(name, tuple(one for one in names if one in flow.fed_by.get(name, ()))) for name in names]
+    return [
+        Fed(
+            name,
+            tuple(one for one in names if one in flow.fed_by.get(name, ())),
+            optional=is_optional(name, own_taps),
+        )
+        for name in names
+    ]
 
 
 class _Flow(TorchDispatchMode):

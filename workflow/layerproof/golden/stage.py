@@ -16,15 +16,16 @@ from transformers.modeling_utils import str_to_torch_dtype
 from layerproof.config import Config, changed
 from layerproof.errors import UserError
 from layerproof.golden import feeds
-from layerproof.golden.experts import EXPERT_BY_EXPERT
 from layerproof.golden.transformers_stage import run_stage, stage_module
 from layerproof.golden.variants import split, variants
 from layerproof.golden.whole import FullModel, device_of
 from layerproof.measure.noise import noise_of_taps
 from layerproof.measure.noise_file import write_noise
-from layerproof.model import loading
+from layerproof.measure.routing import CHOICE, selection_of
+from layerproof.model import handed, loading
+from layerproof.model.experts import EXPERT_BY_EXPERT
 from layerproof.model.tokens import Tokens
-from layerproof.taps import OUT, merged
+from layerproof.taps import OUT, Fed, is_choice, is_output, merged
 from layerproof.tensors import hdf5
 
 if TYPE_CHECKING:
@@ -78,11 +79,13 @@ def make_stage(
         StageError: if weights or input are missing or damaged.
     """
     device = device_of(full_model.model, stage) if full_model else resolve_device(settings.golden.device)
-    stage_input = hdf5.to_torch(hdf5.read_stage_input(previous, "golden/out")).to(device) if previous else None
+    fed = handed.stage_input(previous, stage)
+    stage_input = hdf5.to_torch(fed.out).to(device) if fed else None
+    given = {name: hdf5.to_torch(tensor).to(device) for name, tensor in fed.handed.items()} if fed else {}
     ids, valid = torch.from_numpy(tokens.ids).to(device), torch.from_numpy(tokens.valid).to(device)
 
     def run(model: PreTrainedModel, stage_input: torch.Tensor | None) -> Taps:
-        taps = run_stage(model, stage, stage_input, ids, valid, own_taps=settings.golden.taps)
+        taps = run_stage(model, stage, stage_input, ids, valid, own_taps=settings.golden.taps, handed=given)
         return {name: hdf5.to_array(taps[name]) for name in merged([list(taps)])}
 
     dtype = getattr(torch, settings.golden.dtype)
@@ -95,12 +98,13 @@ def make_stage(
         golden[OUT] = hdf5.to_array(full_model.outputs[stage])
     strayed = golden[OUT]
     if previous_noise is not None:
-        chained = hdf5.to_torch(hdf5.read_stage_input(previous_noise, "chained/out")).to(device)
-        with split(model, chained):
+        chained = hdf5.to_torch(hdf5.read(previous_noise, "chained/out")).to(device)
+        with split(model):
             strayed = run(model, chained)[OUT]
     documents: dict[str, Any] = {hdf5.WEIGHTS: loading.weights_in_memory(model, stage)}
+    documents[hdf5.SOURCES] = handed.sources(previous, output, "golden", golden)
     if not with_taps:
-        alone = {"golden": {OUT: golden[OUT]}}
+        alone = {"golden": {name: tensor for name, tensor in golden.items() if is_output(name)}}
         hdf5.write(output, alone, valid=tokens.valid, attributes=attributes, documents=documents)
         write_noise(noise, {}, [], strayed)
         return
@@ -110,12 +114,29 @@ def make_stage(
     truth_input = None if stage_input is None else stage_input.float()
     twin = exact(model, stage, directory, description, device, settings)
     truth = run(twin, truth_input)
-    fed = feeds.measure(twin, stage, truth_input, ids, valid, list(golden), settings.golden.taps)
-    documents[hdf5.TAPS] = [asdict(one) for one in fed]
-    groups = {"golden": golden, "truth": truth}
+    # Some modules run only for some values, such as experts that loops over the chosen ones call.
+    alike = [
+        name for name in golden if all(_is_alike(golden[name], taps.get(name)) for taps in (truth, *others.values()))
+    ]
+    measured_feeds = feeds.measure(twin, stage, truth_input, ids, valid, alike, settings.golden.taps, given)
+    measured_feeds = _without_unused_choices(measured_feeds)
+    golden = {fed.name: golden[fed.name] for fed in measured_feeds}
+    documents[hdf5.TAPS] = [asdict(one) for one in measured_feeds]
+    groups = {"golden": golden, "truth": {name: truth[name] for name in golden}}
     hdf5.write(output, groups, valid=tokens.valid, attributes=attributes, documents=documents)
-    measured = noise_of_taps(golden, list(others.values()), truth, tokens.valid)
+    measured = noise_of_taps(golden, list(others.values()), truth, tokens.valid, measured_feeds)
     write_noise(noise, measured, list(others), strayed)
+
+
+def _without_unused_choices(taps: list[Fed]) -> list[Fed]:
+    """Leaves out choices that nothing depends on, such as of a top-k whose values alone are used."""
+    used = {name for one in taps for name in one.fed_by}
+    unused = {one.name for one in taps if is_choice(one.name) and one.name not in (*used, CHOICE)}
+    return [one for one in taps if one.name not in unused and one.name not in map(selection_of, unused)]
+
+
+def _is_alike(tensor: hdf5.Tensor, other: hdf5.Tensor | None) -> bool:
+    return other is not None and (other.shape, other.dtype_class) == (tensor.shape, tensor.dtype_class)
 
 
 def load(

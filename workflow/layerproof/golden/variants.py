@@ -1,8 +1,9 @@
 """Ways to run the golden that are as right as the first. Differences between them are noise, not mistakes.
 
 - `implementations`: transformers' other attention and expert functions
-- `stepwise`: softmax, silu and sigmoid as single operations, each rounded, as compilers build them; and the weights of
-  chosen experts in the dtype of the activations from the scores on, as in serving libraries
+- `stepwise`: softmax, activations, norms after their statistics, and products with an addition as single operations,
+  each rounded, as compilers build them; and the weights of chosen experts in the dtype of the activations from the
+  scores on, as in serving libraries
 - `split`: `stepwise`, and also every product with a weight as the sum of two halves, each rounded, over a permuted
   order of the terms, as in tensor parallelism and tiling
 - `input`: the last bit of one in twelve numbers of the input changed, which amounts to one more rounding
@@ -11,12 +12,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+from layerproof.model.parts import parts_of
+from layerproof.model.stages import EMBED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,24 +37,25 @@ Run = Callable[[torch.Tensor | None], Any]
 def variants(model: PreTrainedModel, run: Run, stage_input: torch.Tensor | None) -> Iterator[tuple[str, Any]]:
     """Yields the name and the result of `run(stage_input)` for every variant of the model.
 
-    The input of `embed` is None. It is a lookup, so it has no variants.
+    The input of `embed` is None, and token ids have no last bits to change. A lookup has no variants at all.
     """
-    if stage_input is None:
+    if stage_input is None and len(parts_of(model).outside[EMBED]) == 1:
         return
     attention, experts = _named(model)
     with _implementations(model, OTHER_ATTENTION.get(attention), OTHER_EXPERTS.get(experts)):
         yield "implementations", run(stage_input)
-    with _implementations(model, "eager", "eager"), Stepwise(stage_input.dtype):
+    with _implementations(model, "eager", "eager"), Stepwise(model.dtype):
         yield "stepwise", run(stage_input)
-    with split(model, stage_input):
+    with split(model):
         yield "split", run(stage_input)
-    yield "input", run(last_bits_changed(stage_input))
+    if stage_input is not None:
+        yield "input", run(last_bits_changed(stage_input))
 
 
 @contextlib.contextmanager
-def split(model: PreTrainedModel, stage_input: torch.Tensor) -> Iterator[None]:
+def split(model: PreTrainedModel) -> Iterator[None]:
     """Runs the variant `split` inside the block: of all variants, it differs most from the golden."""
-    with _implementations(model, "eager", "eager"), Stepwise(stage_input.dtype), _Split(stage_input.device):
+    with _implementations(model, "eager", "eager"), Stepwise(model.dtype), _Split():
         yield
 
 
@@ -93,6 +99,71 @@ def last_bits_changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     return torch.where(drawn < 1 / 12, torch.nextafter(host, towards), host).to(x.device)
 
 
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    return x * _sigmoid(x)
+
+
+def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    if approximate == "tanh":
+        return x / 2 * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
+    return x / 2 * (1 + (x * math.sqrt(0.5)).erf())
+
+
+def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    return torch.where(x * beta > threshold, x, (x * beta).exp().log1p() / beta)
+
+
+def _layer_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """A LayerNorm whose statistics are in fp32, and whose steps after them are rounded."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    variance, mean = torch.var_mean(x.float(), dims, correction=0, keepdim=True)
+    result = ((x.float() - mean) * (variance + eps).rsqrt()).to(x.dtype)
+    result = result if weight is None else result * weight
+    return result if bias is None else result + bias
+
+
+def _rms_norm(
+    x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    dims = tuple(range(-len(normalized_shape), 0))
+    small = torch.finfo(x.dtype).eps if eps is None else eps
+    result = (x.float() * (x.float().square().mean(dims, keepdim=True) + small).rsqrt()).to(x.dtype)
+    return result if weight is None else result * weight
+
+
+def _addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    return input * beta + (mat1 @ mat2) * alpha
+
+
+def _baddbmm(
+    input: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return _addmm(input, batch1, batch2, beta=beta, alpha=alpha)
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "sigmoid": _sigmoid,
+    "silu": _silu,
+    "gelu": _gelu,
+    "softplus": _softplus,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "addmm": _addmm,
+    "baddbmm": _baddbmm,
+}
+"""Functions as single operations, by torch's name for them."""
+
+
 class Stepwise(TorchFunctionMode):
     """Runs the variant `stepwise` inside the block, if attention and experts are eager; `dtype` is the activations'."""
 
@@ -111,10 +182,8 @@ class Stepwise(TorchFunctionMode):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             exponentials = (x - x.amax(dim, keepdim=True)).exp()
             return exponentials / _sum(exponentials, dim)
-        if name == "silu":
-            return args[0] * (1 / (1 + (-args[0]).exp()))
-        if name == "sigmoid":
-            return 1 / (1 + (-args[0]).exp())
+        if name in STEPS:
+            return STEPS[name](*args, **kwargs)
         result = func(*args, **kwargs)
         if name == "topk":
             return torch.return_types.topk((result[0].to(self.dtype), result[1]))
@@ -133,10 +202,9 @@ def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class _Split(TorchFunctionMode):
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.device = device
-        self.halves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.halves: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -145,18 +213,23 @@ class _Split(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is F.linear and len(args) >= 2:
             x, weight = args[:2]
-            first, second = self._halves(x.shape[-1])
+            first, second = self._halves(x.shape[-1], x.device)
             total = func(x[..., first], weight[..., first]) + func(x[..., second], weight[..., second])
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             return total if bias is None else total + bias
+        if name == "addmm" and len(args) == 3:
+            added, x, weight = cast("Any", args)
+            return added * kwargs.get("beta", 1) + self._product(torch.mm, x, weight) * kwargs.get("alpha", 1)
         if name in ("matmul", "__matmul__", "mm") and len(args) == 2 and args[1].ndim == 2:
-            x, weight = args
-            first, second = self._halves(x.shape[-1])
-            return func(x[..., first], weight[first]) + func(x[..., second], weight[second])
+            return self._product(func, *args)
         return func(*args, **kwargs)
 
-    def _halves(self, terms: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if terms not in self.halves:
-            order = torch.randperm(terms, generator=torch.Generator().manual_seed(0)).to(self.device)
-            self.halves[terms] = order[: terms // 2], order[terms // 2 :]
-        return self.halves[terms]
+    def _product(self, func: Callable, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first, second = self._halves(x.shape[-1], x.device)
+        return func(x[..., first], weight[first]) + func(x[..., second], weight[second])
+
+    def _halves(self, terms: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if (terms, device) not in self.halves:
+            order = torch.randperm(terms, generator=torch.Generator().manual_seed(0)).to(device)
+            self.halves[terms, device] = order[: terms // 2], order[terms // 2 :]
+        return self.halves[terms, device]

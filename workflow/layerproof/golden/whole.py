@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate.utils import check_device_map
@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerproof.config import Config
 from layerproof.errors import UserError, first_line
-from layerproof.golden.transformers_stage import first_of, hooked, stage_module
+from layerproof.golden.layer_taps import first_of
+from layerproof.golden.transformers_stage import stage_module
 from layerproof.model import loading
-from layerproof.model.stages import EMBED, LM_HEAD, all_stages, layer_of
+from layerproof.model.parts import Call, hooked, parts_of
+from layerproof.model.stages import EMBED, LM_HEAD, NORM, all_stages
 from layerproof.model.tokens import Tokens
 
 
@@ -109,26 +111,45 @@ def device_of(model: PreTrainedModel, stage: str) -> torch.device:
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if device is not None:
             return torch.device(device)
-    return next(parameter.device for parameter in stage_module(model, stage).parameters())
+    return next((parameter.device for parameter in stage_module(model, stage).parameters()), model.device)
 
 
 def _outputs(model: PreTrainedModel, ids: torch.Tensor, valid: torch.Tensor) -> dict[str, torch.Tensor]:
     """The output of every stage in one forward."""
     outputs: dict[str, torch.Tensor] = {}
+    parts = parts_of(model)
+    _check_one_output(model)
+    layers = cast("nn.ModuleList", model.get_submodule(parts.layers))
+    stages = all_stages(len(layers))
 
-    def keep(stage: str, output: Any) -> None:
-        outputs[stage] = first_of(output).cpu()
+    def keep(stage: str, hidden: torch.Tensor) -> None:
+        outputs[stage] = hidden.movedim(parts.hidden, (0, 1)).cpu()
 
-    layers = cast("nn.ModuleList", model.get_submodule(loading.parts_of(model).layers))
+    def before(index: int) -> Callable:
+        """Keeps the output of the stage before a layer, which is what the layer is called with."""
+        return lambda module, args, kwargs: keep(stages[index], Call.of(module, args, kwargs).hidden)
+
     with contextlib.ExitStack() as stack, torch.no_grad():
-        # The input of the first layer is the embedding's output, with everything that the model does to it.
-        before = layers[0].register_forward_pre_hook(lambda module, args: keep(EMBED, args[0]))
-        stack.enter_context(hooked(before))
-        for stage in all_stages(len(layers)):
-            if layer_of(stage) is not None or stage == "norm":
-                module = stage_module(model, stage)
-                handle = module.register_forward_hook(lambda module, args, output, stage=stage: keep(stage, output))
-                stack.enter_context(hooked(handle))
+        for index, layer in enumerate(layers):
+            stack.enter_context(hooked(layer.register_forward_pre_hook(before(index), with_kwargs=True)))
+        last = layers[-1].register_forward_hook(lambda module, args, output: keep(stages[-3], first_of(output)))
+        stack.enter_context(hooked(last))
+        head = model.get_submodule(parts.lm_head)
+        kept = head.register_forward_pre_hook(lambda module, args: outputs.update({NORM: args[0].cpu()}))
+        stack.enter_context(hooked(kept))
         device = device_of(model, EMBED)
         result = model(input_ids=ids.to(device), attention_mask=valid.to(device).long(), use_cache=False)
     return outputs | {LM_HEAD: result.logits.cpu()}
+
+
+def _check_one_output(model: PreTrainedModel) -> None:
+    """Checks that a model's stages hand over one tensor each.
+
+    Raises:
+        UserError: if they do not.
+    """
+    if parts_of(model).inputs:
+        raise UserError(
+            f"config.yaml: golden.mode: whole cannot keep what the layers of {type(model).__name__} hand to each other "
+            "besides their hidden states. Write golden.mode: streamed."
+        )

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 
 from layerproof.config import Config
 from layerproof.golden import stage as golden_stage
-from layerproof.golden.experts import ONE_EXPERT, STATIC_EXPERTS, register
 from layerproof.golden.transformers_stage import check_submodules, run_stage
 from layerproof.golden.variants import VARIANTS, Stepwise
 from layerproof.model import checkpoint, loading
+from layerproof.model.experts import ONE_EXPERT, STATIC_EXPERTS, register
 from layerproof.model.stages import EMBED, LM_HEAD, layer_of
 from layerproof.model.tokens import Tokens
-from layerproof.taps import OUT
+from layerproof.taps import OUT, is_optional
 
 SCHEMA_VERSION = 1
 GIB = 1 << 30
@@ -100,7 +100,9 @@ def predict(
             shape, own_taps = tokens.ids.shape, settings.golden.taps
             with Stepwise(dtype):  # the variant that needs the most memory
                 variant = activations(trusted, stage, shape, own_taps)
-            known[signature] = [variant, *(activations(one, stage, shape, own_taps) for one in (exact, ported))]
+            port_taps = settings.port.backend == "transformers"
+            port = activations(ported, stage, shape, own_taps, with_optional=port_taps)
+            known[signature] = [variant, activations(exact, stage, shape, own_taps), port]
         run, truth, port = known[signature]
         weights = _bytes(own.values())
         twin = _bytes(
@@ -165,21 +167,27 @@ class Activations:
 
 
 def activations(
-    model: PreTrainedModel, stage: str, shape: tuple[int, ...], own_taps: Mapping[str, str] = MappingProxyType({})
+    model: PreTrainedModel,
+    stage: str,
+    shape: tuple[int, ...],
+    own_taps: Mapping[str, str] = MappingProxyType({}),
+    with_optional: bool = True,
 ) -> Activations:
     """Measures the activations of a stage of a `loading.meta_model` for token ids of this shape, [batch, seq].
 
-    `own_taps` are those of `run_stage`.
+    `own_taps` are those of `run_stage`. Taps that a port need not hand over count only `with_optional`.
     """
-    hidden = model.config.get_text_config().hidden_size
-    with torch.device("meta"):
-        ids, valid = torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
-        x = None if stage == EMBED else torch.empty(*shape, hidden, dtype=model.dtype)
+    # Token ids have values: some models compute their rotary tables from the length.
+    ids, valid = torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
+    x = None
+    if stage != EMBED:
+        x = run_stage(model, EMBED, None, ids, valid, with_taps=False, without_weights=True)[OUT]
     with MemTracker() as tracker:
-        taps = run_stage(model, stage, x, ids, valid, own_taps=own_taps)
-    found = tracker.get_tracker_snapshot("peak")[torch.device("meta")]
-    peak = sum(size for use, size in found.items() if getattr(use, "name", None) in ("ACT", "TEMP"))
-    return Activations(_bytes(taps.values()), _bytes([taps[OUT]]), peak)
+        taps = run_stage(model, stage, x, ids, valid, own_taps=own_taps, without_weights=True)
+    found = tracker.get_tracker_snapshot("peak").values()
+    peak = sum(size for one in found for use, size in one.items() if getattr(use, "name", None) in ("ACT", "TEMP"))
+    counted = [tensor for name, tensor in taps.items() if with_optional or not is_optional(name, own_taps)]
+    return Activations(_bytes(counted), _bytes([taps[OUT]]), peak)
 
 
 def machines(prediction: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layerproof.measure.groups import by_expert, groups_of, relative, unit_ratio
-from layerproof.measure.routing import AFTER_ROUTER, experts_chosen, flips
+from layerproof.measure.routing import AFTER_ROUTER, CHOICE, choice_flips, choices_of_taps, experts_chosen
+from layerproof.taps import Fed
 from layerproof.tensors.tensor import CHUNK_ELEMENTS, Tensor, blocks, is_finite, token_numbers
 from layerproof.threads import mapped
 
 if TYPE_CHECKING:
     from layerproof.measure.noise_kernel import Block
 
-CHOICE = "router.choice"
 BALANCING = 3
 """Rounds of fitting token and channel factors, at least 2; two or three make the fit accurate to a percent."""
 
@@ -66,24 +66,28 @@ def noise_of_taps(
     variants: Sequence[Mapping[str, Tensor]],
     truth: Mapping[str, Tensor],
     valid: np.ndarray,
+    fed: Sequence[Fed] = (),
 ) -> dict[str, Noise]:
-    """Measures the noise of every tap of floats.
+    """Measures the noise of every tap of floats; `fed` says what feeds each tap.
 
-    Taps after the router leave out tokens for which the golden or a variant chooses other experts than the truth: a
-    flip is not noise, and `routing` distinguishes it from a mistake. Taps are measured on the declared threads.
+    Taps after a choice, such as that of the router, leave out tokens for which the golden or a variant chooses
+    otherwise than the truth: a flip is not noise, and `routing` distinguishes it from a mistake. Taps are measured on
+    the declared threads.
     """
     draws = [golden, *variants]
-    flipped = np.zeros_like(valid)
-    experts = None
-    if CHOICE in truth:
-        flipped = np.logical_or.reduce([flips(draw[CHOICE], truth[CHOICE]) for draw in draws])
-        experts = experts_chosen(truth)
+    before = choices_of_taps(list(golden), fed)
+    flipped = {
+        choice: np.logical_or.reduce([choice_flips(draw, truth, choice) for draw in draws])
+        for choice in dict.fromkeys(choice for of in before.values() for choice in of)
+    }
+    experts = experts_chosen(truth) if CHOICE in truth else None
 
     def of_tap(name: str) -> Noise:
+        left_out = np.logical_or.reduce([np.zeros_like(valid), *(flipped[choice] for choice in before[name])])
         return measure(
             _distinct([draw[name] for draw in draws]),
             truth[name],
-            valid & ~flipped if name in AFTER_ROUTER else valid,
+            valid & ~left_out,
             experts if name in AFTER_ROUTER else None,
         )
 

@@ -1,19 +1,24 @@
-"""Compares expert choices as sets and distinguishes near-ties from mistakes.
+"""Compares choices, such as those of experts, as sets, and distinguishes near-ties from mistakes.
 
 Where two experts are nearly tied, the last bit of a sum decides, and a legitimate port may choose the other one. Such a
 flip changes the token's output far beyond rounding. So later taps of the stage leave the token out, and it is counted.
+The same holds for every other top-k inside a stage, such as that of a sparse indexer, and for thresholds of a router,
+whose two sides are tied where the margin is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from layerproof.measure.rule import EXACT_ALLOWANCE
+from layerproof.taps import Fed, choices_before
 from layerproof.tensors.tensor import Tensor
+
+CHOICE = "router.choice"
 
 AFTER_ROUTER = ("router.weights", "mlp.out", "post_mlp_norm", "out")
 """Taps that a flipped choice changes."""
@@ -50,17 +55,19 @@ class Routing:
         """Tokens that comparisons after the router leave out: excused flips, and flips of golden and variants."""
         return self.excused | self.golden_flips | self.variant_flips
 
-    def reason(self) -> str | None:
+    def reason(self, choice: str = CHOICE) -> str | None:
         """Says why the choice fails; None if every flip is a near-tie and there are no more flips than chance explains.
 
-        A correct port is just another variant of the golden. So it flips at no more new tokens than golden and variants
-        flip together, plus EXACT_ALLOWANCE of all tokens (at least one token).
+        A correct port is just another variant of the golden. So it flips at no more new experts' tokens than golden and
+        variants flip together, plus EXACT_ALLOWANCE of all tokens (at least one token). Other choices may have many exact
+        ties, as among scores that a ReLU makes zero, which every implementation breaks in its own way.
         """
+        what = "experts" if choice == CHOICE else "places"
         wrong = self.flips & ~self.excused
         if not wrong.any():
             usual_flips = self.golden_flips | self.variant_flips
             others, usual = int((self.excused & ~usual_flips).sum()), int(usual_flips.sum())
-            if others > usual + max(1.0, EXACT_ALLOWANCE * self.tokens):
+            if choice == CHOICE and others > usual + max(1.0, EXACT_ALLOWANCE * self.tokens):
                 return (
                     f"the port chooses other experts than the truth for {int(self.flips.sum())} of {self.tokens} tokens, by "
                     f"margins within the noise, but no variant of the golden does so for {others} of them, too many for "
@@ -70,12 +77,12 @@ class Routing:
         if self.malformed.any():
             batch, seq = np.argwhere(self.malformed)[0]
             return (
-                f"the port does not choose the right number of different experts for {int(self.malformed.sum())} of "
+                f"the port does not choose the right number of different {what} for {int(self.malformed.sum())} of "
                 f"{self.tokens} tokens, first [{batch},{seq}]"
             )
         batch, seq = np.argwhere(wrong)[0]
         return (
-            f"the port chooses other experts than the truth for {int(wrong.sum())} of {self.tokens} tokens, first "
+            f"the port chooses other {what} than the truth for {int(wrong.sum())} of {self.tokens} tokens, first "
             f"[{batch},{seq}], by margins of up to {self.largest_margin:.3g} where noise explains {self.noise_margin:.3g}"
         )
 
@@ -107,33 +114,77 @@ def compare_choices(
     """Compares the experts that port and golden choose with those of the truth; each choice is [batch, seq, top_k].
 
     The margin of a flip is the largest gap, in the truth's selection values [batch, seq, experts], between an expert
-    that the port leaves out and one that it chooses instead. The port's choice is not compared if the port does not
-    hand it over, if its shape differs from the golden's or it is not integer (the tap fails for that reason), or if the
-    selection values are unknown. `variant_flips`, bool [batch, seq], marks tokens where a variant of the golden chooses
-    other experts than the truth.
+    that the port leaves out and one that it chooses instead. An exchange of two experts that the truth rules out alike,
+    by the same -Inf, is not a flip. The port's choice is not compared if the port does not hand it over, if its shape
+    differs from the golden's or it is not integer (the tap fails for that reason), or if the selection values are
+    unknown; then all tokens at which the last expert chosen is nearly tied with the next count as excused.
+    `variant_flips`, bool [batch, seq], marks tokens where a variant of the golden chooses other experts than the truth.
     """
-    golden_flips = flips(golden, truth) & valid
-    nothing = np.zeros_like(golden_flips)
-    variant_flips = nothing if variant_flips is None else variant_flips
-    unknown = port is None or port.shape != golden.shape or port.dtype_class != "integer"
-    if port is None or unknown or golden_selection is None or truth_selection is None:
+    if golden_selection is None or truth_selection is None:
+        golden_flips, nothing = flips(golden, truth) & valid, np.zeros_like(valid)
+        variant_flips = nothing if variant_flips is None else variant_flips
         return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, nothing, 0.0, 0.0)
     selection = _values(truth_selection)
-    with np.errstate(invalid="ignore"):  # Inf - Inf, where both rule an expert out
-        error = (_values(golden_selection) - selection)[valid]
-    error = error[np.isfinite(error)]
-    noise = FLIP_SIGMAS * float(np.sqrt(2.0 * np.mean(np.square(error)))) if error.size else 0.0
+    noise = _noise_margin(_values(golden_selection), selection, valid)
     experts = selection.shape[-1]
-    wanted, mine = chosen(truth, experts), chosen(port, experts)
-    flipped = (mine != wanted).any(-1) & valid
+    wanted, reference = chosen(truth, experts), chosen(golden, experts)
+    golden_flips = _flipped(wanted, reference, selection) & valid
+    nothing = np.zeros_like(golden_flips)
+    variant_flips = nothing if variant_flips is None else variant_flips
+    if port is None or port.shape != golden.shape or port.dtype_class != "integer":
+        ordered = np.sort(selection, axis=-1)[..., ::-1]
+        k = truth.shape[-1]
+        with np.errstate(invalid="ignore"):  # Inf - Inf, where both are ruled out
+            gap = ordered[..., k - 1] - ordered[..., k] if k < experts else np.full(selection.shape[:-1], np.inf)
+        near = _any_of_token(gap <= noise) & valid
+        return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, near, noise, 0.0)
+    mine = chosen(port, experts)
+    flipped = _flipped(wanted, mine, selection) & valid
+    # Choosing an expert twice, or one that does not exist, is not a near-tie whatever the margins say.
+    malformed = _any_of_token(mine.sum(-1) != port.shape[-1]) & valid
     dropped = np.where(wanted & ~mine, selection, -np.inf).max(-1)
     taken = np.where(mine & ~wanted, selection, np.inf).min(-1)
-    # Choosing an expert twice, or one that does not exist, is not a near-tie whatever the margins say.
-    malformed = (mine.sum(-1) != port.shape[-1]) & valid
+    with np.errstate(invalid="ignore"):
+        gaps = np.where((wanted != mine).any(-1), dropped - taken, 0.0)
+    margins = np.where(flipped & ~malformed, gaps.max(tuple(range(2, gaps.ndim))), 0.0)
+    return _routing(True, valid, flipped | malformed, golden_flips, variant_flips, malformed, margins, noise)
+
+
+def compare_margins(
+    port: Tensor | None, golden: Tensor, truth: Tensor, valid: np.ndarray, variant_flips: np.ndarray | None = None
+) -> Routing:
+    """Compares on which side of a threshold numbers lie, by their margins to it, each [batch, seq, ...].
+
+    A flip is a number on another side than in the truth, and its margin is that of the truth. If the port does not hand
+    its margins over, all tokens with a number near the threshold count as excused.
+    """
+    exact = _values(truth)
+    noise = _noise_margin(_values(golden), exact, valid)
+    golden_flips = _any_of_token((_values(golden) > 0) != (exact > 0)) & valid
+    variant_flips = np.zeros_like(golden_flips) if variant_flips is None else variant_flips
+    if port is None or port.shape != golden.shape or port.dtype_class != "float":
+        near, nothing = _any_of_token(np.abs(exact) <= noise) & valid, np.zeros_like(golden_flips)
+        return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, near, noise, 0.0)
+    differ = (_values(port) > 0) != (exact > 0)
+    margins = np.where(differ, np.abs(exact), 0.0).max(tuple(range(2, exact.ndim)))
+    flipped = _any_of_token(differ) & valid
+    return _routing(True, valid, flipped, golden_flips, variant_flips, np.zeros_like(flipped), margins, noise)
+
+
+def _routing(
+    compared: bool,
+    valid: np.ndarray,
+    flipped: np.ndarray,
+    golden_flips: np.ndarray,
+    variant_flips: np.ndarray,
+    malformed: np.ndarray,
+    margins: np.ndarray,
+    noise: float,
+) -> Routing:
     # A margin that is NaN, from selection values that are not finite, excuses nothing.
-    margins = np.nan_to_num(np.where(flipped & ~malformed, dropped - taken, 0.0), nan=LARGEST, posinf=LARGEST)
+    margins = np.nan_to_num(margins, nan=LARGEST, posinf=LARGEST)
     return Routing(
-        compared=True,
+        compared=compared,
         tokens=int(valid.sum()),
         flips=flipped,
         golden_flips=golden_flips,
@@ -143,6 +194,24 @@ def compare_choices(
         noise_margin=noise,
         largest_margin=float(margins.max(initial=0.0)),
     )
+
+
+def _noise_margin(golden: np.ndarray, truth: np.ndarray, valid: np.ndarray) -> float:
+    """The largest margin that noise explains: FLIP_SIGMAS deviations of the difference between two values."""
+    with np.errstate(invalid="ignore"):  # Inf - Inf, where both rule an expert out
+        error = (golden - truth)[valid]
+    error = error[np.isfinite(error)]
+    return FLIP_SIGMAS * float(np.sqrt(2.0 * np.mean(np.square(error)))) if error.size else 0.0
+
+
+def _flipped(wanted: np.ndarray, mine: np.ndarray, selection: np.ndarray) -> np.ndarray:
+    """Marks the tokens [batch, seq] at which two choices differ in more than experts that are ruled out."""
+    return _any_of_token((wanted != mine) & ~np.isneginf(selection))
+
+
+def _any_of_token(marks: np.ndarray) -> np.ndarray:
+    """Whether any of a token's marks [batch, seq, ...] is set."""
+    return np.asarray(marks.any(tuple(range(2, marks.ndim))))
 
 
 def ruled_out_as(port: Tensor, golden: Tensor, truth: Tensor) -> Tensor:
@@ -163,6 +232,18 @@ def flips(choice: Tensor, truth: Tensor) -> np.ndarray:
     return (_sorted(choice) != _sorted(truth)).any(-1)
 
 
+def choice_flips(taps: Mapping[str, Tensor], truth: Mapping[str, Tensor], choice: str) -> np.ndarray:
+    """Marks the tokens, bool [batch, seq], at which `taps` choose otherwise than the truth."""
+    mine, wanted = taps[choice], truth[choice]
+    if wanted.dtype_class == "float":  # margins
+        return _any_of_token((_values(mine) > 0) != (_values(wanted) > 0))
+    selection = truth.get(selection_of(choice))
+    if selection is None:
+        return flips(mine, wanted)
+    values = _values(selection)
+    return _flipped(chosen(wanted, values.shape[-1]), chosen(mine, values.shape[-1]), values)
+
+
 def experts_chosen(taps: Mapping[str, Tensor]) -> np.ndarray | None:
     """Marks the experts that each token goes to, bool [batch, seq, experts]; None if no tap shows their number."""
     sized = next((taps[name] for name in ("router.weights", "router.selection", "router.logits") if name in taps), None)
@@ -179,5 +260,22 @@ def _values(tensor: Tensor) -> np.ndarray:
 
 def chosen(choice: Tensor, experts: int) -> np.ndarray:
     """Marks the chosen experts, bool [batch, seq, experts]; an index out of range chooses nothing."""
-    indices = np.asarray(choice.data[...])
-    return (indices[..., None] == np.arange(experts)).any(-2)
+    indices = np.asarray(choice.data[...]).astype(np.int64)
+    is_valid = (indices >= 0) & (indices < experts)
+    marks = np.zeros((*indices.shape[:-1], experts + 1), bool)
+    np.put_along_axis(marks, np.where(is_valid, indices, experts), True, axis=-1)
+    return marks[..., :experts]
+
+
+def choices_of_taps(names: Collection[str], fed: Sequence[Fed]) -> dict[str, list[str]]:
+    """Returns for each tap the choices that it depends on, in order, from what feeds it."""
+    found = {name: choices_before(name, fed) for name in names}
+    for name in AFTER_ROUTER:
+        if name in found and CHOICE in names and CHOICE not in found[name]:
+            found[name].append(CHOICE)
+    return found
+
+
+def selection_of(choice: str) -> str:
+    """The name of the tap with the values that a choice is made by."""
+    return choice.replace("choice", "selection")

@@ -104,12 +104,17 @@ def num_layers(config: Mapping[str, Any]) -> int:
         UserError: if the config does not state it.
     """
     for part in (config, config.get("text_config") or {}):
-        if isinstance(part, dict) and isinstance(part.get("num_hidden_layers"), int):
-            return part["num_hidden_layers"]
+        for key in NUM_LAYERS:
+            if isinstance(part, dict) and isinstance(part.get(key), int):
+                return part[key]
     raise UserError(
         "config.yaml: model.checkpoint: num_hidden_layers is missing in its config.json. "
-        "Name a decoder such as Llama, Qwen, Gemma, DeepSeek, gpt-oss or MiniMax."
+        "Name the checkpoint of a decoder that transformers knows."
     )
+
+
+NUM_LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
+"""Keys for the number of layers, in the order in which they count: LongCat's num_hidden_layers counts its layers twice."""
 
 
 def shards(directory: Path) -> list[str]:

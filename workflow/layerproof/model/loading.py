@@ -9,7 +9,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     WeightTransform,
+    build_glob_alternation,
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
@@ -45,7 +46,8 @@ from layerproof.model.checkpoint import (
     shards,
     tensors_of_stage,
 )
-from layerproof.model.stages import EMBED, LM_HEAD, NORM, layer_of, layer_stage
+from layerproof.model.parts import Parts, make_computed_buffers, parts_of
+from layerproof.model.stages import layer_of
 from layerproof.rerun.recorder import cached
 from layerproof.tensors.hdf5 import dtype_name
 
@@ -73,7 +75,19 @@ def meta_model(
         raise UserError(
             f"{directory / CONFIG}: transformers cannot build this model ({error}). Correct the file or update transformers."
         ) from error
+    _keep_fp32(model)
     return model.eval()
+
+
+def _keep_fp32(model: PreTrainedModel) -> None:
+    """Gives parameters and buffers that transformers keeps in fp32, whatever the model's dtype is, that dtype; in place."""
+    plan = model._get_dtype_plan(model.dtype)
+    if not plan:
+        return
+    pattern, _, _ = build_glob_alternation(list(plan))
+    for name, tensor in model.state_dict().items():
+        if pattern.search(name):
+            replace_tensor(model, name, tensor.float())
 
 
 def meta_stage(
@@ -87,11 +101,13 @@ def meta_stage(
         UserError: as `meta_model` does.
     """
     model = _full_model(directory, sha256(directory / CONFIG), trust_remote_code, dtype, **implementations)
-    layers = cast("torch.nn.ModuleList", model.get_submodule(parts_of(model).layers))
+    parts = parts_of(model)
+    layers = cast("torch.nn.ModuleList", model.get_submodule(parts.layers))
+    needed = [f"{parts.layers}.{layer_of(stage)}.", *parameters_of(model, stage)]  # tied ones may be of another layer
     empty: dict[int, Any] = {  # deepcopy uses these as the copies of other layers' modules, parameters and hooks
         id(attribute): type(attribute)()
         for index, layer in enumerate(layers)
-        if index != layer_of(stage)
+        if not any(name.startswith(f"{parts.layers}.{index}.") for name in needed)
         for attribute in vars(layer).values()
         if isinstance(attribute, dict | set)
     }
@@ -109,68 +125,21 @@ def _full_model(
     return meta_model(directory, trust_remote_code, dtype, **implementations)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Dotted module names of the stages in a transformers causal language model."""
-
-    embed: str
-    layers: str
-    norm: str
-    lm_head: str
-
-    def stage_of(self, parameter: str) -> str | None:
-        """Returns the stage that owns a parameter or buffer of this name, or None."""
-        if parameter.startswith(self.layers + "."):
-            return layer_stage(int(parameter.removeprefix(self.layers + ".").split(".")[0]))
-        for prefix, stage in ((self.embed, EMBED), (self.norm, NORM), (self.lm_head, LM_HEAD)):
-            if parameter.startswith(prefix + "."):
-                return stage
-        return None
-
-    def path_of(self, stage: str) -> str:
-        """Returns the name of a stage's module."""
-        if (layer := layer_of(stage)) is not None:
-            return f"{self.layers}.{layer}"
-        return {EMBED: self.embed, NORM: self.norm, LM_HEAD: self.lm_head}[stage]
-
-
 def parameters_of(model: PreTrainedModel, stage: str) -> dict[str, torch.Tensor]:
-    """Returns a stage's parameters and buffers by name, including those that a tied head shares."""
-    tied = stage == LM_HEAD and model.config.get_text_config().tie_word_embeddings
-    path = parts_of(model).path_of(EMBED if tied else stage)
-    return model.get_submodule(path).state_dict(prefix=f"{path}.")
+    """Returns a stage's parameters and persistent buffers by name; tied ones by the name that they are loaded under."""
+    parts = parts_of(model)
+    names = list(parts.outside.get(stage, ()))
+    if layer_of(stage) is not None:
+        path = parts.path_of(stage)
+        names += [f"{path}.{name}" for name in model.get_submodule(path).state_dict()]
+    found = dict.fromkeys(map(parts.source_of, names))
+    return {name: model.get_parameter_or_buffer(name) for name in found}
 
 
 def weights_in_memory(model: PreTrainedModel, stage: str) -> dict[str, dict[str, Any]]:
     """Returns `dtype` and `shape` of each parameter and buffer of a stage in the model."""
     parameters = parameters_of(model, stage)
     return {name: {"dtype": dtype_name(tensor), "shape": list(tensor.shape)} for name, tensor in parameters.items()}
-
-
-NORMS = ("norm", "final_layernorm", "final_layer_norm")
-"""Names of the norm after the last layer in transformers' decoders."""
-
-
-def parts_of(model: PreTrainedModel) -> Parts:
-    """Finds the stages' modules through transformers' own accessors.
-
-    Raises:
-        UserError: if the model is not an embedding, `layers`, a norm and a head, as is usual in transformers.
-    """
-    decoder = model.get_decoder()
-    if decoder is model:  # llama4's accessor returns the model itself
-        decoder = cast("torch.nn.Module", model.model)
-    head = model.get_output_embeddings()
-    norm = next((getattr(decoder, name) for name in NORMS if hasattr(decoder, name)), None)
-    if head is None or norm is None or not hasattr(decoder, "layers"):
-        raise UserError(
-            f"config.yaml: model.checkpoint: {type(model).__name__} does not consist of an embedding, layers, a norm and a "
-            "head, so it has no stages. Name a decoder such as Llama, Qwen, Gemma, DeepSeek, gpt-oss or MiniMax."
-        )
-    layers = cast("torch.nn.Module", decoder.layers)
-    inside = set(layers.children())  # exclude them: walking all layers at each call is slow
-    names = {module: name for name, module in model.named_modules(memo=inside)}
-    return Parts(names[model.get_input_embeddings()], names[layers], names[norm], names[head])
 
 
 def conversion(model: PreTrainedModel) -> tuple[list[WeightTransform], HfQuantizer | None]:
@@ -236,24 +205,33 @@ def _dequantizing(config: Any) -> Any:
 def assign_stages(model: PreTrainedModel, names: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
     """Returns the tensors on disk that each stage needs, with the parameter each goes into, and the unused tensors.
 
-    A tied head needs the embedding's tensor. transformers' own mapping converts the names.
+    Stages with tied weights, such as embedding and head, need the same tensor, under the name of the first. transformers'
+    own mapping converts the names.
     """
     mapping, _ = conversion(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     state = model.state_dict()
     parts = parts_of(model)
+
+    def target_of(name: str) -> str:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if renamed not in state and name in state:  # as transformers loads it
+            renamed, _ = rename_source_key(name, [], [], model.base_model_prefix, state)
+        return renamed
+
+    targets = {name: target_of(name) for name in names}
+    sources = {target for target in targets.values() if target == parts.source_of(target)}
     by_stage: dict[str, dict[str, str]] = {}
     unused = []
-    for name in names:
-        target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        stage = parts.stage_of(target) if target in state else None
-        if stage is None:
+    for name, target in targets.items():
+        source = parts.source_of(target)
+        is_copy = target != source and source in sources
+        stages = parts.stages_of(target) if target in state and not is_copy else []
+        for stage in stages:
+            by_stage.setdefault(stage, {})[name] = source
+        if not stages:
             unused.append(name)
-        else:
-            by_stage.setdefault(stage, {})[name] = target
-    if model.config.get_text_config().tie_word_embeddings:
-        by_stage[LM_HEAD] = by_stage.get(EMBED) or by_stage.get(LM_HEAD, {})
     return by_stage, unused
 
 
@@ -318,17 +296,15 @@ def load_stage(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     preloaded = preloaded or {}
     parts = parts_of(model)
-    tied = stage == LM_HEAD and model.config.get_text_config().tie_word_embeddings
     parameters = {name: entry["parameter"] for name, entry in description.get("tensors", {}).items()}
     on_disk = tensors_of_stage(directory, description)
     declared = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     loading = _fill(model, {name: on_disk[name] for name in on_disk if parameters[name] not in preloaded}, device)
     for name, tensor in preloaded.items():
         replace_tensor(model, name, tensor.to(declared[name]))
-    if tied:
-        model.get_submodule(parts.lm_head).weight = model.get_input_embeddings().weight
-    missing = sorted(name for name in loading.missing_keys - set(preloaded) if parts.stage_of(name) == stage)
-    if missing and not tied:
+    _tie(model, parts, parameters_of(model, stage))
+    missing = sorted(name for name in parameters_of(model, stage) if model.get_parameter_or_buffer(name).is_meta)
+    if missing and not loading.mismatched_keys and not loading.conversion_errors:
         raise StageError(f"{stage}: the checkpoint {directory} lacks {', '.join(missing)}. Copy it again.")
     if loading.mismatched_keys:
         name, found, wanted = sorted(loading.mismatched_keys)[0]
@@ -344,7 +320,29 @@ def load_stage(
         if tensor.dtype != declared[name] == torch.promote_types(tensor.dtype, declared[name]):
             replace_tensor(model, name, tensor.to(declared[name]))
     with torch.no_grad(), initialization.guard_torch_init_functions():
-        _make_computed_buffers(model, device)
+        make_computed_buffers(model, device)
+
+
+def _tie(model: PreTrainedModel, parts: Parts, names: Iterable[str]) -> None:
+    """Gives tied parameters the weights that one of them was loaded with; `names` are the sources of the tied ones."""
+    for source in names:
+        group = [source, *(name for name, of in parts.tied.items() if of == source and _has(model, name))]
+        loaded = next(
+            (model.get_parameter_or_buffer(name) for name in group if not model.get_parameter_or_buffer(name).is_meta),
+            None,
+        )
+        for name in group:
+            if loaded is not None and len(group) > 1:
+                replace_tensor(model, name, loaded)
+
+
+def _has(model: PreTrainedModel, name: str) -> bool:
+    """Whether a parameter is in a model, whose other layers may have no modules."""
+    try:
+        model.get_parameter_or_buffer(name)
+    except AttributeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -395,6 +393,7 @@ def _fill(model: PreTrainedModel, read: Mapping[str, Any], device: torch.device)
     mapping, dequantizer = conversion(model)
     config = LoadStateDictConfig(
         dtype=model.dtype,
+        dtype_plan=model._get_dtype_plan(model.dtype),
         device_map={"": device},
         weight_mapping=cast("Any", [_one_expert_at_a_time(entry) for entry in mapping]),
         hf_quantizer=dequantizer,
@@ -468,17 +467,3 @@ def _one_expert_at_a_time(entry: WeightTransform) -> WeightTransform:
     made = _OneExpertAtATime(list(sources), list(targets), entry.operations, entry.force_cpu)
     made.scope_prefix, made.base_model_prefix = entry.scope_prefix, entry.base_model_prefix
     return made
-
-
-def _make_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Computes the buffers that no checkpoint contains, with the model's `_init_weights` as in `from_pretrained`."""
-    owners = []
-    for name, buffer in list(model.named_non_persistent_buffers()):
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        owner.register_buffer(leaf, torch.empty_like(buffer, device=device), persistent=False)
-        owners.append(owner)
-    for owner in dict.fromkeys(owners):
-        for parameter in owner.parameters(recurse=False):
-            parameter._is_hf_initialized = True  # loaded or meant to stay on meta: do not initialise at random
-        model._init_weights(owner)

@@ -14,6 +14,7 @@ from torch import nn
 from layerproof.errors import StageError
 from layerproof.files import digest_of
 from layerproof.model import checkpoint
+from layerproof.model.handed import StageInput
 from layerproof.model.stages import EMBED, layer_of
 from layerproof.port import compiled, provenance
 from layerproof.port.contract import Call, Stage, Taps
@@ -24,7 +25,10 @@ from layerproof.tensors import hdf5
 
 @dataclass(frozen=True)
 class StageRun:
-    """One stage to run. `x` is its input in the port's dtype, or token ids for `embed`. Tensors are on the device."""
+    """One stage to run. `x` is its input in the port's dtype, or token ids for `embed`. Tensors are on the device.
+
+    `handed` is what it gets from earlier stages besides the output of the one before it.
+    """
 
     runner: Runner
     stage: str
@@ -33,17 +37,21 @@ class StageRun:
     ids: torch.Tensor
     valid: torch.Tensor
     x: torch.Tensor
+    handed: Mapping[str, torch.Tensor]
 
     @classmethod
     def on_device(
-        cls, runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None
+        cls, runner: Runner, stage: str, description: Mapping[str, Any], stage_input: StageInput | None
     ) -> StageRun:
         device = runner.environment.device
         dtype = getattr(torch, runner.settings.port.dtype)
         ids = torch.from_numpy(runner.tokens.ids).to(device)
         valid = torch.from_numpy(runner.tokens.valid).to(device)
-        x = ids if stage_input is None else hdf5.to_torch(stage_input).to(device).to(dtype)
-        return cls(runner, stage, description, dtype, ids, valid, x)
+        if stage_input is None:
+            return cls(runner, stage, description, dtype, ids, valid, ids, {})
+        tensors = {name: hdf5.to_torch(one) for name, one in {OUT: stage_input.out, **stage_input.handed}.items()}
+        moved = {name: (one.to(dtype) if one.is_floating_point() else one).to(device) for name, one in tensors.items()}
+        return cls(runner, stage, description, dtype, ids, valid, moved.pop(OUT), moved)
 
 
 @dataclass(frozen=True)
@@ -151,9 +159,9 @@ def _entry(tensor: torch.Tensor, sources: Iterable[str]) -> dict[str, Any]:
 
 def _prepare_transformers(job: StageRun) -> _Ready:
     """The unmodified transformers stage, except that its experts run with static shapes, which compilers need."""
-    from layerproof.golden.experts import STATIC_EXPERTS, register
     from layerproof.golden.transformers_stage import run_stage, stage_module
     from layerproof.model import loading
+    from layerproof.model.experts import STATIC_EXPERTS, register
 
     register()
     directory, trust = job.runner.directory, job.runner.settings.model.trust_remote_code
@@ -163,9 +171,10 @@ def _prepare_transformers(job: StageRun) -> _Ready:
     own_taps = job.runner.settings.golden.taps
 
     def call(inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
-        x, ids, valid = inputs
+        x, ids, valid, *others = inputs
         fed = None if job.stage == EMBED else x
-        return run_stage(model, job.stage, fed, ids, valid, with_taps, forced, own_taps=own_taps)
+        given = dict(zip(job.handed, others, strict=True))
+        return run_stage(model, job.stage, fed, ids, valid, with_taps, forced, own_taps=own_taps, handed=given)
 
     of: dict[str, list[str]] = {}
     for name, entry in job.description["tensors"].items():
@@ -175,9 +184,10 @@ def _prepare_transformers(job: StageRun) -> _Ready:
     signature = _signature(stage_module(model, job.stage), job.x)
 
     def others() -> Sequence[torch.Tensor]:
-        return job.x.flip(1), job.ids.flip(1), job.valid  # without padding, transformers leaves out the mask
+        # The mask stays, since transformers leaves it out without padding; and so does what may choose among tokens.
+        return job.x.flip(1), job.ids.flip(1), job.valid, *job.handed.values()
 
-    inputs = job.x, job.ids, job.valid
+    inputs = job.x, job.ids, job.valid, *job.handed.values()
     return _Ready(model, inputs, others, call, signature, {"reads": reads, "parameters": parameters})
 
 

@@ -12,6 +12,9 @@ import torch
 
 from layerproof.distributed import process_group
 from layerproof.errors import StageError
+from layerproof.model import handed
+from layerproof.model.handed import StageInput
+from layerproof.model.stages import layer_of
 from layerproof.port import compiled, shards
 from layerproof.port.contract import Taps
 from layerproof.port.prepare import StageRun, prepare_stage
@@ -26,7 +29,7 @@ COMPILER_FILES = Path(".layerproof/neuron").absolute()  # before a port changes 
 
 
 def make_stage(
-    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None, output: Path
+    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: StageInput | None, output: Path
 ) -> dict[str, Any]:
     """Runs a stage of the port twice, without and with taps, and writes `port/TAP` and how its weights were converted.
 
@@ -107,7 +110,7 @@ def _trace(runner: Runner, output: Path) -> compiled.Trace | None:
 
 
 def chain_stage(
-    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None, output: Path
+    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: StageInput | None, output: Path
 ) -> dict[str, Any]:
     """Runs a stage as it is shipped, without taps, and writes `port/out`, the only tap that a chain compares.
 
@@ -124,12 +127,15 @@ def chain_stage(
         else:
             plain = _on_host(ready.forward(with_taps=False))
     facts = {"device": runner.environment.hardware, "kind": ready.signature}
-    _write(runner, output, plain, {"stage": stage, **facts})
+    outputs = {name: hdf5.to_array(hdf5.storable(tensor)) for name, tensor in plain.items()}
+    previous = stage_input.file if stage_input else None
+    documents = {hdf5.SOURCES: handed.sources(previous, output, "port", outputs)}
+    _write(runner, output, plain, {"stage": stage, **facts}, documents)
     return {**facts, "compilations": _compilations() - compilations}
 
 
 def trace_stage(
-    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: hdf5.Tensor | None
+    runner: Runner, stage: str, description: Mapping[str, Any], stage_input: StageInput | None
 ) -> tuple[dict[str, Any], str]:
     """Traces a stage on one of several ranks, and returns what `compiled.graph_of` returns.
 
@@ -148,7 +154,7 @@ def teacher_force_stage(
     runner: Runner,
     stage: str,
     description: Mapping[str, Any],
-    stage_input: hdf5.Tensor | None,
+    stage_input: StageInput | None,
     golden: Mapping[str, hdf5.Tensor],
     output: Path,
 ) -> None:
@@ -192,22 +198,27 @@ def _write(
 def run_chain(
     runner: Runner,
     descriptions: Mapping[str, Mapping[str, Any]],
-    stage_input: hdf5.Tensor | None,
+    stage_input: StageInput | None,
     stages: Sequence[str],
 ) -> hdf5.Tensor:
     """Runs stages on each other's outputs as one graph without taps, as a whole model is compiled.
 
-    Returns the output of the last stage.
+    `stage_input` is that of the first stage, with all that is handed over to any of them. Returns the output of the last
+    stage.
 
     Raises:
         StageError: if the port fails on a stage.
     """
     job = StageRun.on_device(runner, stages[0], descriptions[stages[0]], stage_input)
     with torch.no_grad():
-        output = job.x
+        output, given = job.x, dict(job.handed)
+        last_layer = stages[0]
         for stage in stages:
-            job = replace(job, stage=stage, description=descriptions[stage])
-            output = prepare_stage(job).forward(with_taps=False)[OUT]
+            last_layer = stage if layer_of(stage) is not None else last_layer
+            job = replace(job, stage=stage, description=descriptions[stage], handed=handed.for_stage(given, last_layer))
+            outputs = prepare_stage(job).forward(with_taps=False)
+            output = outputs.pop(OUT)
+            given |= {name.removeprefix(f"{OUT}/"): tensor for name, tensor in outputs.items()}
             job = replace(job, x=output.to(job.dtype))  # as a stage reads it from a file
         return hdf5.to_array(hdf5.storable(_on_host({OUT: output})[OUT]))
 

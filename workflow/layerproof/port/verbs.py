@@ -31,8 +31,8 @@ from layerproof.rerun.recorder import cached
 
 if TYPE_CHECKING:
     from layerproof.config import Config
+    from layerproof.model.handed import StageInput
     from layerproof.port.runner import Runner
-    from layerproof.tensors.tensor import Tensor
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -59,7 +59,7 @@ def run_port(args: argparse.Namespace) -> None:
         def make(output: Path) -> Mapping[str, Any]:
             from layerproof.port import stage
 
-            description, fed = read_inputs(weights, before, "golden/out")
+            description, fed = read_inputs(job.stage, weights, before)
             return stage.make_stage(start(), job.stage, description, fed, output)
 
         def trace() -> tuple[dict[str, Any], str]:
@@ -69,7 +69,7 @@ def run_port(args: argparse.Namespace) -> None:
             from layerproof.port import stage
             from layerproof.port.runner import Runner
 
-            description, fed = read_inputs(weights, before, "golden/out")
+            description, fed = read_inputs(job.stage, weights, before)
             process_group.join_fake_group()
             on_cpu = config.changed(job.config, port=config.changed(job.config.port, device="CPU"))
             runner = Runner.start(job.checkpoint, Tokens.read(args.tokens), on_cpu)
@@ -95,7 +95,7 @@ def run_chain(args: argparse.Namespace) -> None:
         def make(output: Path) -> Mapping[str, Any]:
             from layerproof.port import stage
 
-            description, fed = read_inputs(weights, before, source)
+            description, fed = read_inputs(job.stage, weights, before, source)
             return stage.chain_stage(start(), job.stage, description, fed, output)
 
         inputs = [path for path in (weights, args.tokens, args.config, before) if path]
@@ -123,16 +123,18 @@ def starter(args: argparse.Namespace) -> Callable[[], Runner]:
     return start
 
 
-def read_inputs(weights: Path, before: Path | None, source: str) -> tuple[Any, Tensor | None]:
+def read_inputs(
+    stage: str, weights: Path, before: Path | None, source: str = "golden/out"
+) -> tuple[Any, StageInput | None]:
     """What a stage is made of and what feeds it. Anything that is missing is reported before minutes are spent on a
     device.
     """
-    from layerproof.tensors import hdf5
+    from layerproof.model import handed
 
     description = read_json(weights)
     if "error" in description:
         raise StageError(description["error"])
-    return description, hdf5.read_stage_input(before, source) if before else None
+    return description, handed.stage_input(before, stage, source)
 
 
 def read_captured(args: argparse.Namespace) -> None:

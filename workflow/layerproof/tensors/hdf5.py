@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from layerproof.errors import StageError, StageMissing, first_line
 from layerproof.files import canonical_json, replacing
-from layerproof.taps import OUT, Fed, in_order
+from layerproof.taps import OUT, Fed, in_order, is_output
 from layerproof.tensors.tensor import STORAGE, Tensor, statistics
 from layerproof.threads import mapped
 
@@ -33,12 +33,17 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 
-WEIGHTS, TAPS, CONVERSION, PLACES, COMPILED, RANKS = "held", "taps", "conversion", "places", "compiled", "ranks"
+MAIN = "hidden_states"
+"""The name of `out` among the outputs of a stage that has several, which are stored as `out/NAME`."""
+
+WEIGHTS, TAPS, SOURCES = "held", "taps", "sources"
+CONVERSION, PLACES, COMPILED, RANKS = "conversion", "places", "compiled", "ranks"
 """Names of JSON documents in files.
 
-WEIGHTS and TAPS are in a golden's file: dtypes and shapes of the weights in memory, and the taps in order, each with
-those that feed it. The others are in a port's file: how its weights were converted, which function of its code hands
-each tap over, what compiling changed, and how its ranks differ.
+WEIGHTS, TAPS and SOURCES are in a golden's file: dtypes and shapes of the weights in memory; the taps in order, each with
+those that feed it; and the files of what is handed over to later stages besides `out`. The others are in a port's file:
+how its weights were converted, which function of its code hands each tap over, what compiling changed, and how its ranks
+differ.
 """
 
 
@@ -95,7 +100,11 @@ def write(
     Raises:
         StageError: if the file cannot be written, for instance because the disk is full; no partial file stays.
     """
-    named = {f"{group}/{tap}": tensor for group, tensors in groups.items() for tap, tensor in tensors.items()}
+    named = {
+        f"{group}/{_place(tap, tensors)}": tensor
+        for group, tensors in groups.items()
+        for tap, tensor in tensors.items()
+    }
     described = mapped(lambda tensor: _described(tensor, valid), named.values())
     with creating(path) as file:
         set_attributes(file, attributes or {})
@@ -111,6 +120,11 @@ def write(
         log.info("%s/%s: %s, taps: %d%s%s", path.parent.name, path.stem, group, len(tensors), out, where)
 
 
+def _place(name: str, names: Collection[str]) -> str:
+    """Where a tap is stored: under its name, but `out` in a group with the other outputs if there are any."""
+    return f"{OUT}/{MAIN}" if name == OUT and any(is_output(other) for other in names if other != OUT) else name
+
+
 def write_pruned(source: Path, target: Path, user_block: int) -> None:
     """Copies a stage's file without the data of its taps, except the outputs.
 
@@ -124,7 +138,7 @@ def write_pruned(source: Path, target: Path, user_block: int) -> None:
 
     def visit(name: str, node: Any) -> None:
         if isinstance(node, h5py.Dataset):
-            if Path(name).name == OUT or "dtype" not in node.attrs:
+            if is_output(name.partition("/")[2]) or "dtype" not in node.attrs:
                 node.file.copy(node, file, name)
                 return
             empty = file.create_dataset(name, data=h5py.Empty(node.dtype))
@@ -294,13 +308,16 @@ def dtypes(file: h5py.File, group: str) -> dict[str, str]:
 
 def feeds(file: h5py.File) -> list[Fed]:
     """Returns a golden's taps in order, each with the taps that feed it; empty for a file that does not state it."""
-    return [Fed(entry["name"], tuple(entry["fed_by"])) for entry in document_if_there(file, TAPS) or ()]
+    return [
+        Fed(entry["name"], tuple(entry["fed_by"]), entry["optional"]) for entry in document_if_there(file, TAPS) or ()
+    ]
 
 
 def tap(file: h5py.File, name: str) -> Tensor:
     """Returns one tensor by its full name, such as `golden/out`, without reading its data."""
-    node = cast("h5py.Dataset", file[name])
-    return Tensor(node, attributes(node)["dtype"])
+    node = file[name]
+    dataset = cast("h5py.Dataset", node[MAIN] if isinstance(node, h5py.Group) else node)
+    return Tensor(dataset, attributes(dataset)["dtype"])
 
 
 def _datasets(file: h5py.File, group: str) -> dict[str, h5py.Dataset]:
@@ -308,7 +325,7 @@ def _datasets(file: h5py.File, group: str) -> dict[str, h5py.Dataset]:
 
     def visit(name: str, node: Any) -> None:
         if isinstance(node, h5py.Dataset):
-            found[name] = node
+            found[OUT if name == f"{OUT}/{MAIN}" else name] = node
 
     if group in file:
         cast("h5py.Group", file[group]).visititems(visit)
@@ -377,17 +394,3 @@ def check(path: Path) -> None:
             for tap in taps(file, group).values():
                 for row in range(tap.shape[0]):
                     tap.data[row]
-
-
-def read_stage_input(path: Path, name: str) -> Tensor:
-    """Reads the tensor that feeds the next stage.
-
-    Raises:
-        StageMissing: if the previous stage failed; the message is that of the first stage that failed.
-    """
-    try:
-        return read(path, name)
-    except StageMissing:
-        raise
-    except StageError as error:
-        raise StageMissing(f"no input, because an earlier stage failed: {error}") from error

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from layerproof.errors import StageError
+from layerproof.golden.layer_taps import MODULE_TAPS, usual_name
 from layerproof.golden.stage import raw_weight, with_weights
-from layerproof.golden.transformers_stage import MODULE_TAPS, run_stage, stage_module
+from layerproof.golden.transformers_stage import run_stage, stage_module
 from layerproof.model.stages import layer_of
 from layerproof.taps import OUT, Edit
 
@@ -72,7 +73,8 @@ def rank_zero_only(weight: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
 class GoldenStage:
     """One stage of the golden, in its dtype or in fp32, that runs unchanged or with faults.
 
-    `x` is the stage's input [batch, seq, hidden], or None for `embed`; `ids` int64 and `valid` bool are [batch, seq].
+    `x` is the stage's input [batch, seq, ...], or None for `embed`, and `handed` what earlier stages hand over besides;
+    `ids` int64 and `valid` bool are [batch, seq].
     `load` loads the weights of another stage into the model. `read` returns a parameter of this stage as it is loaded
     if its tensors on disk whose names have the given ending are changed. `own_taps` are those of `run_stage`.
     """
@@ -80,6 +82,7 @@ class GoldenStage:
     model: PreTrainedModel
     name: str
     x: torch.Tensor | None
+    handed: Mapping[str, torch.Tensor]
     ids: torch.Tensor
     valid: torch.Tensor
     load: Callable[[PreTrainedModel, str], None]
@@ -129,6 +132,7 @@ class GoldenStage:
                 attention=self._attention,
                 until=until,
                 own_taps=self.own_taps,
+                handed=self.handed,
             )
 
     @contextlib.contextmanager
@@ -147,10 +151,10 @@ class GoldenStage:
         """A module of the stage by its dotted name in a decoder layer, or the stage's own module for ""."""
         if path and not self.is_layer:
             raise NotApplicable(f"{self.name} is not a layer")
-        try:
-            return self.module.get_submodule(path)
-        except AttributeError:
-            raise NotApplicable(f"{self.name} has no {path}") from None
+        for name, module in self.module.named_modules():
+            if path in (name, usual_name(name)):
+                return module
+        raise NotApplicable(f"{self.name} has no {path}")
 
     def of_tap(self, tap: str) -> Any:
         """The module whose output the tap is."""

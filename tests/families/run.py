@@ -1,0 +1,96 @@
+"""`make families SEED=N`: judges every causal language model of the installed transformers as its own port.
+
+    python tests/families/run.py [--seed N] [--output results/families.jsonl] [TYPE ...]
+
+Prints one line for each type, and keeps it in the output: a second call goes on where the first one ended. Each type has
+two and a half minutes, in a process of its own, since a port's device may end the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import sys
+import tempfile
+import threading
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TextIO
+
+os.environ |= {"OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0", "PJRT_DEVICE": "CPU"}
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY / "workflow"), str(REPOSITORY / "tests")]
+
+SECONDS = 150
+TYPES_PER_PROCESS = 15
+"""Compiled graphs stay in memory."""
+
+
+def judge(model_type: str, seed: int) -> dict[str, Any]:
+    from families import survey
+
+    with tempfile.TemporaryDirectory() as directory:
+        return survey.as_json(survey.judge(model_type, seed, Path(directory)))
+
+
+def work(types: queue.Queue[str], seed: int, output: TextIO, lock: threading.Lock) -> None:
+    """Judges types until none is left."""
+    context = multiprocessing.get_context("spawn")
+    pool = None
+    while not types.empty():
+        model_type = types.get()
+        pool = pool or ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=TYPES_PER_PROCESS)
+        try:
+            row = pool.submit(judge, model_type, seed).result(timeout=SECONDS)
+        except Exception as error:
+            row = {"model_type": model_type, "seed": seed, "outcome": "crashed", "taps": 0, "seconds": SECONDS}
+            row["sentence"] = f"the process: {type(error).__name__}"
+            for process in pool._processes.values():
+                process.kill()
+            pool = None
+        with lock:
+            print(json.dumps(row), file=output, flush=True)
+            print(line(row), flush=True)
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['model_type']:28} {row['outcome']:12} {row['taps']:4} taps {row['seconds']:6} s  {row['sentence'] or ''}"
+    )
+
+
+def main() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from families.configs import OUT_OF_SCOPE
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "results/families.jsonl")
+    args = parser.parse_args()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    before = [json.loads(text) for text in args.output.read_text().splitlines()] if args.output.exists() else []
+    known = {row["model_type"] for row in before if row["seed"] == args.seed}
+    types: queue.Queue[str] = queue.Queue()
+    for name in args.types:
+        if name not in known and name not in OUT_OF_SCOPE:
+            types.put(name)
+    lock = threading.Lock()
+    with args.output.open("a") as output:
+        threads = [threading.Thread(target=work, args=(types, args.seed, output, lock)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    rows = [json.loads(text) for text in args.output.read_text().splitlines()]
+    counts = Counter(row["outcome"] for row in rows if row["seed"] == args.seed)
+    print(*(f"{outcome}: {count}" for outcome, count in counts.items()), sep="; ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Judges the unmodified model of a type as its own port, by the product's own code in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs import config_with
+from families import configs
+from layerproof.compare.stage import compare_stage
+from layerproof.errors import StageError, UserError
+from layerproof.golden import stage as golden_stage
+from layerproof.measure.rule import LIMIT
+from layerproof.model import checkpoint, handed, loading, tokens
+from layerproof.model.stages import all_stages, previous_stage
+from layerproof.port import stage as port_stage
+from layerproof.port.runner import Runner
+
+LENGTHS = (23, 11, 30)
+"""Tokens of the prompts; the shorter ones are padded."""
+
+
+@dataclass
+class Row:
+    """What is known of one type. `outcome` is passed, false alarm, refused, error, crashed, or not run."""
+
+    model_type: str
+    seed: int
+    outcome: str
+    sentence: str | None = None
+    taps: int = 0
+    stages: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    trace: str | None = None
+
+
+def judge(model_type: str, seed: int, directory: Path) -> Row:
+    """The row of one type: whatever its run does, a row comes back."""
+    started = time.perf_counter()
+    said = io.StringIO()
+    row = Row(model_type, seed, "crashed")
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                save(model_type, directory / "checkpoint", seed)
+            except Exception as error:
+                row.outcome, row.sentence = "not run", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                row.trace = traceback.format_exc()
+                return row
+            _judge(row, directory)
+    except UserError as error:
+        row.outcome, row.sentence = "refused", str(error)
+        row.trace = traceback.format_exc()
+    except StageError as error:
+        row.outcome, row.sentence = "error", str(error)
+        row.trace = traceback.format_exc()
+    except Exception as error:
+        row.sentence, row.trace = (
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            traceback.format_exc(),
+        )
+    row.seconds = round(time.perf_counter() - started, 1)
+    return row
+
+
+def save(model_type: str, directory: Path, seed: int) -> None:
+    """Writes a bf16 checkpoint whose every parameter, norms and biases too, is drawn at random; runs it once.
+
+    Raises:
+        Exception: if plain transformers cannot build, run or save it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(configs.small(model_type), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                scale = 0.3 if any(part in parameter for part in ("norm", "bias", "sinks")) else 0.08
+                tensor.add_(torch.randn_like(tensor) * scale)
+        ids = torch.randint(3, 90, (2, 16))
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    if not torch.isfinite(logits).all():
+        raise ValueError("the logits are not finite")
+    model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="200KB")
+
+
+def _judge(row: Row, directory: Path) -> None:
+    settings = config_with(golden={"device": "cpu"}, port={"backend": "transformers"})
+    made = directory / "checkpoint"
+    config = checkpoint.read_config(made)
+    layers = checkpoint.num_layers(config)
+    stages = all_stages(layers)
+    words = np.random.default_rng(row.seed)
+    prompts = tokens.pad([words.integers(3, 90, length).tolist() for length in LENGTHS], 0)
+    descriptions, _ = loading.describe_stages(made, stages, False)
+    for stage in stages:
+        before = previous_stage(stage, layers)
+        files = {part: directory / part / f"{stage}.h5" for part in ("golden", "noise", "port")}
+        for path in files.values():
+            path.parent.mkdir(exist_ok=True)
+        previous = [directory / part / f"{before}.h5" if before else None for part in ("golden", "noise")]
+        golden_stage.make_stage(
+            stage, made, descriptions[stage], prompts, *previous, files["golden"], files["noise"], settings
+        )
+        runner = Runner.start(made, prompts, settings)
+        fed = handed.stage_input(previous[0], stage)
+        port_stage.make_stage(runner, stage, descriptions[stage], fed, files["port"])
+        comparison = compare_stage(stage, files["golden"], files["noise"], files["port"], prompts.valid, LIMIT)
+        row.taps += len(comparison["taps"])
+        row.stages[stage] = comparison["status"]
+        if comparison["status"] != "pass":
+            row.outcome, row.sentence = "false alarm", f"{row.sentence or ''}{stage}: {comparison['reason']} "
+    if row.outcome == "crashed":
+        row.outcome = "passed"
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    return asdict(row)

@@ -1,0 +1,375 @@
+"""Taps inside a decoder layer of transformers: of its modules, its attention function, its mixers and its router.
+
+Modules that do what a canonical tap names have its name, whatever they are called. Every other module that returns
+[batch, seq, ...], in this or another order of dims, is a tap by its own name in the layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from layerproof.errors import StageError
+from layerproof.model.parts import hooked, replaced_forward
+from layerproof.taps import SHAPES, dense_weights, tap, tap_as
+
+MODULE_TAPS = {
+    "input_layernorm": "input_norm",
+    "self_attn.q_proj": "attn.q",
+    "self_attn.k_proj": "attn.k",
+    "self_attn.v_proj": "attn.v",
+    "self_attn.q_norm": "attn.q_norm",
+    "self_attn.k_norm": "attn.k_norm",
+    "self_attn": "attn.out",
+    "post_attention_layernorm": "post_attn_norm",
+    "pre_feedforward_layernorm": "pre_mlp_norm",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp": "mlp.out",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}
+"""Modules of a transformers decoder layer whose output is a canonical tap, by their usual names."""
+
+OTHER_NAMES = (
+    (r"^(attn|attention|self_attention)\b", "self_attn"),
+    (r"^(feed_forward|ffn|block_sparse_moe)\b", "mlp"),
+    (r"^self_attn\.(query|key)_layernorm$", lambda match: f"self_attn.{match[1][0]}_norm"),
+    (r"^self_attn\.([qk])_layernorm$", r"self_attn.\1_norm"),
+    (r"^self_attn\.(out_proj|dense|c_proj)$", "self_attn.o_proj"),
+    (r"^(ln_1|operator_norm)$", "input_layernorm"),
+)
+"""Other names of these modules, as patterns and what they usually are called."""
+
+PROJECTION = "self_attn.o_proj"
+"""The module whose input is the context. If a model lacks it, the attention function's result is the context."""
+
+
+LAST = (PROJECTION, "mlp.down_proj")
+"""Modules whose output is that of the module around them, which is a tap."""
+
+
+def usual_name(path: str) -> str:
+    """Returns what a layer's submodule is usually called: `self_attn.q_norm` for `attention.query_layernorm`."""
+    for pattern, usual in OTHER_NAMES:
+        path = re.sub(pattern, usual, path)
+    return path
+
+
+def first_of(output: Any) -> torch.Tensor:
+    """The hidden states in a module's output."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def add_taps(
+    stack: contextlib.ExitStack,
+    layer: nn.Module,
+    shape: torch.Size,
+    attention: Callable[[Callable], Callable] | None,
+    own_taps: Mapping[str, str],
+) -> None:
+    """Adds hooks for every tap that the layer has, canonical and own; `shape` is [batch, seq]."""
+    modules = dict(layer.named_modules())
+    usual = {usual_name(path): module for path, module in modules.items()}
+    experts = usual.get("mlp.experts")
+    router = next((path for path in modules if usual_name(path) in ("mlp.gate", "mlp.router")), None)
+    has_interface = router is not None and isinstance(getattr(experts, "num_experts", None), int)
+    for name, path in own_taps.items():
+        if path in modules:
+            stack.enter_context(hooked(modules[path].register_forward_hook(_own_tap(name, shape))))
+    for path, module in modules.items():
+        if path == router and not has_interface:
+            stack.enter_context(hooked(module.register_forward_hook(_module_tap("router.logits", shape))))
+        elif path not in ("", router, *own_taps.values()) and not _is_covered(usual_name(path)):
+            name = MODULE_TAPS.get(usual_name(path), path)
+            stack.enter_context(hooked(module.register_forward_hook(_module_tap(name, shape))))
+    projection = usual.get(PROJECTION)
+    if projection is not None:
+        stack.enter_context(hooked(projection.register_forward_pre_hook(_context_tap(shape))))
+    stack.enter_context(_attention_taps(attention, shape, has_context=projection is None))
+    for path, module in modules.items():
+        _add_function_taps(stack, path, module, shape)
+    if has_interface:
+        _add_choice_taps(stack, cast("nn.Module", experts), shape)
+    steps = _Steps(shape, router, cast("Any", experts).num_experts if has_interface else 0)
+    _add_steps(stack, layer, modules, steps)
+
+
+def _is_covered(path: str) -> bool:
+    """Whether a module needs no tap: what it returns is that of the module around it, or depends on who chose an expert."""
+    return path in LAST or path.startswith("mlp.experts.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor becomes a tap [batch, seq, ...], and back."""
+
+    show: Callable[[torch.Tensor], torch.Tensor]
+    back: Callable[[torch.Tensor], torch.Tensor]
+
+
+def layout_of(tensor: Any, shape: torch.Size) -> Layout | None:
+    """Finds the dims of batch and seq in a tensor; None if it has none. Tokens may be flattened into one dim."""
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2:
+        return None
+    sizes = tensor.shape
+    if sizes[:2] == shape:
+        return Layout(lambda whole: whole, lambda shown: shown)
+    for first, second in ((0, 2), (1, 2), (0, 3)):
+        if len(sizes) > max(second, 2) and (sizes[first], sizes[second]) == tuple(shape):
+            return _moved(first, second)
+    batch, seq = shape
+    if len(sizes) == 3 and sizes[0] == batch and seq < sizes[2] < 2 * seq:  # a causal convolution, and its padding
+        ends = sizes[2] - seq
+        return Layout(
+            lambda whole: whole[..., :seq].transpose(1, 2),
+            lambda shown: torch.cat((shown.transpose(1, 2), shown.new_zeros(batch, sizes[1], ends)), -1),
+        )
+    if sizes[:1] == (shape.numel(),):
+        return Layout(lambda whole: whole.reshape(*shape, *sizes[1:]), lambda shown: shown.reshape(sizes))
+    return None
+
+
+def _moved(first: int, second: int) -> Layout:
+    return Layout(
+        lambda whole: whole.movedim((first, second), (0, 1)), lambda shown: shown.movedim((0, 1), (first, second))
+    )
+
+
+def _hand_over(name: str, tensor: Any, shape: torch.Size) -> Any:
+    """Taps a tensor of floats that has dims of batch and seq."""
+    layout = layout_of(tensor, shape)
+    return (
+        tensor if layout is None or not tensor.is_floating_point() else tap_as(name, tensor, layout.show, layout.back)
+    )
+
+
+def _module_tap(name: str, shape: torch.Size) -> Callable:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        if name not in SHAPES and any(output is given for given in args):  # a dropout, or another that does nothing
+            return output
+        if not isinstance(output, tuple):
+            return _hand_over(name, output, shape)
+        return (_hand_over(name, output[0], shape), *output[1:]) if output else output
+
+    return hook
+
+
+def _own_tap(name: str, shape: torch.Size) -> Callable:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        tensor = first_of(output)
+        if layout_of(tensor, shape) is None:
+            raise StageError(
+                f"config.yaml: golden.taps: {name}: its submodule returns {list(tensor.shape)}, and a tap begins with "
+                f"[batch, seq], here {list(shape)}. Name another submodule."
+            )
+        tensor = _hand_over(name, tensor, shape)
+        return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
+
+    return hook
+
+
+def _context_tap(shape: torch.Size) -> Callable:
+    """Taps the input of the output projection: some models first gate or norm the attention function's result."""
+
+    def hook(module: nn.Module, args: tuple) -> tuple | None:
+        return (_flat("attn.context", args[0], shape), *args[1:]) if args else None
+
+    return hook
+
+
+def _flat(name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Taps a tensor whose first dims are batch and seq, or both in one, as [batch, seq, rest]."""
+    return tap_as(name, tensor, lambda whole: whole.reshape(*shape, -1), lambda shown: shown.reshape(tensor.shape))
+
+
+@contextlib.contextmanager
+def _attention_taps(
+    wrap: Callable[[Callable], Callable] | None, shape: torch.Size, has_context: bool
+) -> Iterator[None]:
+    """Taps rotated q and k where transformers calls the attention function, whichever that is.
+
+    With `has_context`, also taps its result as the context.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def tapped(original: Callable | None) -> Callable:
+        def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any):
+            function = original or sys.modules[type(module).__module__].eager_attention_forward
+            function = wrap(function) if wrap else function
+            query = _hand_over("attn.q_rot", query, shape)
+            if key.shape[2:3] == query.shape[2:3]:  # otherwise keys are not those of the tokens
+                key = _hand_over("attn.k_rot", key, shape)
+            context, weights = function(module, query, key, *args, **kwargs)
+            if has_context:
+                context = _flat("attn.context", context, shape)
+            return context, weights
+
+        return attention
+
+    originals = dict(ALL_ATTENTION_FUNCTIONS)
+    for name, original in {"eager": None, **originals}.items():
+        ALL_ATTENTION_FUNCTIONS[name] = tapped(original)
+    try:
+        yield
+    finally:
+        for name in {"eager", *originals}:
+            del ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _add_function_taps(stack: contextlib.ExitStack, path: str, module: nn.Module, shape: torch.Size) -> None:
+    """Taps what goes into and comes out of functions that a module holds as attributes.
+
+    Linear attention keeps its convolution and its recurrence this way: decay, gates, keys and states are their arguments.
+    """
+    for attribute, function in list(vars(module).items()):
+        if inspect.isfunction(function):
+            stack.callback(setattr, module, attribute, function)
+            setattr(module, attribute, _tapped(f"{path}.{attribute}", function, shape))
+
+
+def _tapped(name: str, function: Callable, shape: torch.Size) -> Callable:
+    signature = inspect.signature(function)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        for argument, value in bound.arguments.items():
+            bound.arguments[argument] = _hand_over(f"{name}.{argument}", value, shape)
+        output = function(*bound.args, **bound.kwargs)
+        if not isinstance(output, tuple):
+            return _hand_over(name, output, shape)
+        return (_hand_over(name, output[0], shape), *output[1:])
+
+    return call
+
+
+class _Steps(TorchFunctionMode):
+    """Taps operations of a layer that modules do not show.
+
+    Of a router, these are its product, the result of sigmoid or softmax, and the input of the top-k. Of every other top-k
+    they are `MODULE.selection`, what it is taken of, and `MODULE.choice`, the places in ascending order; and of every
+    comparison in a router `MODULE.margin`, by how much the first is larger. Where these are nearly tied, noise decides
+    what follows (`measure.choices`).
+    """
+
+    def __init__(self, shape: torch.Size, router: str | None, num_experts: int) -> None:
+        """`shape` is [batch, seq], which the router's input no longer has; `router` is the path of the router."""
+        super().__init__()
+        self.shape = shape
+        self.router = router
+        self.num_experts = num_experts
+        self.running: list[str] = [""]
+        self._seen: dict[str, int] = {}
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        positional, kwargs = cast("Any", args), kwargs or {}
+        in_router = self.router is not None and self.running[-1] == self.router
+        if name == "topk":
+            if in_router and self._is_by_expert(positional[0]):
+                return func(_flat("router.selection", positional[0], self.shape), *args[1:], **kwargs)
+            return self._choice(func, args, kwargs)
+        if in_router and name in COMPARISONS and len(args) == 2:
+            return self._compared(COMPARISONS[name], *args)
+        result = func(*args, **kwargs)
+        if in_router and name == "linear" and self._is_by_expert(result):
+            return _flat("router.logits", result, self.shape)
+        if in_router and name in ("sigmoid", "softmax") and self._is_by_expert(result):
+            return _flat("router.scores", result, self.shape)
+        return result
+
+    def _is_by_expert(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() == self.shape.numel() * self.num_experts and tensor.shape[-1] == self.num_experts
+
+    def _choice(self, func: Callable, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Taps a top-k along the last dim of a tensor with dims of batch and seq."""
+        result = func(*args, **kwargs)
+        places = result[1]
+        layout, of_places = layout_of(args[0], self.shape), layout_of(places, self.shape)
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        if layout is None or of_places is None or dim not in (-1, args[0].ndim - 1):
+            return result
+        name = self._next("choice")
+        # Masks rule out by the lowest number of the dtype, which is another one in fp32.
+        lowest = torch.finfo(torch.bfloat16).min / 2
+        selection = args[0].masked_fill(args[0] <= lowest, -torch.inf)
+        tap(name.replace("choice", "selection"), layout.show(selection))
+        ordered = of_places.show(places).sort(-1).values.int()
+        chosen = tap(name, ordered)
+        if chosen is ordered:
+            return result  # another order of the choice would change the order of sums
+        places = of_places.back(chosen.long())
+        return torch.return_types.topk((args[0].gather(-1, places), places))
+
+    def _compared(self, is_true: Callable[[torch.Tensor], torch.Tensor], first: Any, second: Any) -> torch.Tensor:
+        margin = first - second
+        layout = layout_of(margin, self.shape)
+        if layout is None or not margin.is_floating_point():
+            return is_true(margin)
+        return is_true(tap_as(self._next("margin"), margin, layout.show, layout.back))
+
+    def _next(self, what: str) -> str:
+        name = f"{self.running[-1]}.{what}".lstrip(".")
+        self._seen[name] = self._seen.get(name, 0) + 1
+        return name if self._seen[name] == 1 else f"{name}.{self._seen[name]}"
+
+
+COMPARISONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys(("gt", "__gt__"), lambda margin: margin > 0),
+    **dict.fromkeys(("ge", "__ge__"), lambda margin: margin >= 0),
+    **dict.fromkeys(("lt", "__lt__"), lambda margin: margin < 0),
+    **dict.fromkeys(("le", "__le__"), lambda margin: margin <= 0),
+}
+"""What comparisons say of the difference of their operands."""
+
+
+def _add_steps(stack: contextlib.ExitStack, layer: nn.Module, modules: Mapping[str, nn.Module], steps: _Steps) -> None:
+    """Runs a layer under `_Steps`, which is told which of its modules runs."""
+
+    def entering(path: str) -> Callable:
+        return lambda module, args: steps.running.append(path)
+
+    def leaving(module: nn.Module, args: Any, output: Any) -> None:
+        steps.running.pop()
+
+    for path, module in modules.items():
+        if path:
+            stack.enter_context(hooked(module.register_forward_pre_hook(entering(path))))
+            stack.enter_context(hooked(module.register_forward_hook(leaving)))
+    forward = layer.forward
+
+    def in_steps(*args: Any, **kwargs: Any) -> Any:
+        with steps:
+            return forward(*args, **kwargs)
+
+    stack.enter_context(replaced_forward(layer, in_steps))
+
+
+def _add_choice_taps(stack: contextlib.ExitStack, experts: nn.Module, shape: torch.Size) -> None:
+    """Taps which experts are chosen, and their weights, where transformers hands both to the experts."""
+    num_experts = cast("int", experts.num_experts)
+
+    def before_experts(module: nn.Module, args: tuple) -> tuple | None:
+        if len(args) != 3 or args[1].is_floating_point() or args[1].numel() != args[2].numel():
+            return None
+        hidden, choice, weights = args
+        ordered = choice.view(*shape, -1).sort(-1).values.int()
+        chosen = tap("router.choice", ordered)
+        dense = dense_weights(choice.view(*shape, -1), weights.reshape(*shape, -1), num_experts)
+        weighted = tap("router.weights", dense)
+        if chosen is ordered and weighted is dense:
+            return None  # another order of the choice would change the order of a sum
+        chosen = chosen.long()
+        return hidden, chosen.flatten(0, 1), weighted.gather(-1, chosen).flatten(0, 1).to(weights.dtype)
+
+    stack.enter_context(hooked(experts.register_forward_pre_hook(before_experts)))
