@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -354,16 +355,26 @@ def test_a_run_does_not_die_of_what_it_can_do_without(workflow):
 
 def test_disk_full(workflow):
     """A limit on the size of files stands in for a full disk: the same error from the same call, without a mount."""
-    record = Record.read(workflow.results / "records/golden/layer_001.json")
+    (workflow.directory / "long.json").write_text(json.dumps([list(range(3, 90)) * 2] * 2))
+    workflow.configure(inputs={"token_ids": "long.json"})
+    workflow.run()
+    record = workflow.results / "records/golden/layer_001.json"
     output = workflow.results / "golden/layer_001.h5"
-    output.unlink()
-    import shlex
+    assert record.stat().st_size < 0.75 * output.stat().st_size
+    command = [sys.executable, "-m", *shlex.split(Record.read(record).run["command"])]
 
-    command = [sys.executable, "-m", *shlex.split(record.run["command"])]
-    script = f"ulimit -f 64; export PYTHONPATH=workflow; {shlex.join(command)}"
-    subprocess.run(["bash", "-c", script], cwd=workflow.directory, check=True)
+    def run(blocks: int) -> subprocess.CompletedProcess:
+        output.unlink(missing_ok=True)
+        script = f"ulimit -f {blocks}; export PYTHONPATH=workflow; {shlex.join(command)}"
+        return subprocess.run(["bash", "-c", script], cwd=workflow.directory, capture_output=True, text=True)
+
+    ended = run(output.stat().st_size * 7 // 8 // 1024)
     printed = workflow.log("golden/layer_001")
+    assert ended.returncode == 0
     assert "golden/layer_001.h5: cannot be written" in printed and "Traceback" not in printed
+    run(8)
+    printed = workflow.log("golden/layer_001")
+    assert "error: results/records/golden/layer_001.json: cannot be written" in printed and "Traceback" not in printed
     assert not list(workflow.results.rglob("*.tmp"))
     workflow.run("-n")
     workflow.run()

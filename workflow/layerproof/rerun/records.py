@@ -37,7 +37,8 @@ class Record:
         """Writes the record as JSON.
 
         Raises:
-            UserError: if it holds a value that JSON has not, such as one that a library put into the job's settings.
+            UserError: if it holds a value that JSON has not, such as one that a library put into the job's settings, or the
+                file cannot be written, for instance because the disk is full.
         """
         try:
             write_json(path, {"schema_version": SCHEMA_VERSION, **asdict(self)})
@@ -46,6 +47,8 @@ class Record:
                 f"{path}: cannot be written ({error}). Something that {self.job.name} ran changed the job's settings: "
                 "give it a copy of them."
             ) from None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error}). Free disk space and run again.") from None
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
