@@ -52,11 +52,24 @@ MAMBA_2 = {"mamba_n_groups": 2, "mamba_d_head": 32}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2, "head_dim": 16},
     "bamba": {"attn_layer_indices": [1], **MAMBA_2},
-    "cohere_compass_text": {"layer_types": LAST_ONE_FULL},
+    "cohere_compass_text": {
+        "layer_types": LAST_ONE_FULL,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in set(LAST_ONE_FULL)},
+    },
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "max_window_layers": 2},
+    "dots3_note": {
+        "vision_config": {
+            **{"hidden_size": 64, "adapter_in_dim": 64, "adapter_out_dim": 64, "num_attention_heads": 4},
+            **{"num_hidden_layers": 2, "intermediate_size": 96, "mlp_layer_types": ["dense", "dense"]},
+        }
+    },
+    "dots3_note_text": {"layer_types": ["indexed_attention", "sliding_attention"] * 2},
     "falcon_h1": {"mamba_d_ssm": 128, **MAMBA_2},
-    "gemma3": {},
     "gemma3_text": {"layer_types": LAST_ONE_FULL},
     "gemma3n_text": {
         "num_hidden_layers": 6,
@@ -82,11 +95,15 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 2},
     "ministral": {"head_dim": 16},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
-    "nemotron": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron_h": {
         "n_groups": 2,
         "mamba_head_dim": 32,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    },
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 8, "indexer_compress_ratio": 2},
     },
     "zamba2": {
         "num_hidden_layers": 6,
@@ -136,7 +153,8 @@ def _sizes(cls: Any, model_type: str) -> dict[str, Any]:
             from transformers import CONFIG_MAPPING
 
             kind = usual[name].get("model_type", "")
-            sizes[name] = _sizes(CONFIG_MAPPING.get(kind, sub), kind)
+            known = kind in CONFIG_MAPPING
+            sizes[name] = {"model_type": kind, **_sizes(CONFIG_MAPPING[kind] if known else sub, kind)}
     if "qk_rope_head_dim" in usual:
         sizes |= MLA
     return sizes | EXCEPTIONS.get(model_type, {})

@@ -22,14 +22,17 @@ from layerproof.model import checkpoint, handed, loading, tokens
 from layerproof.model.stages import all_stages, previous_stage
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner
+from layerproof.tensors import hdf5
 
 LENGTHS = (23, 11, 30)
 """Tokens of the prompts; the shorter ones are padded."""
+SPREADS = (1, 0.5, 0.25)
+"""How far drawn weights lie apart, at first and after logits that are not finite."""
 
 
 @dataclass
 class Row:
-    """What is known of one type. `outcome` is passed, false alarm, refused, error, crashed, or not run."""
+    """What is known of one type. `outcome` is passed, false alarm, not the model, refused, error, crashed, or not run."""
 
     model_type: str
     seed: int
@@ -73,24 +76,37 @@ def judge(model_type: str, seed: int, directory: Path) -> Row:
 def save(model_type: str, directory: Path, seed: int) -> None:
     """Writes a bf16 checkpoint whose every parameter, norms and biases too, is drawn at random; runs it once.
 
+    Weights are drawn again, half as far apart, until the logits are finite in fp32 and bf16.
+
     Raises:
         Exception: if plain transformers cannot build, run or save it.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configs.small(model_type), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter, tensor in model.state_dict().items():
-            if tensor.is_floating_point():
-                scale = 0.3 if any(part in parameter for part in ("norm", "bias", "sinks")) else 0.08
-                tensor.add_(torch.randn_like(tensor) * scale)
+    for spread in SPREADS:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(configs.small(model_type), dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter, tensor in model.state_dict().items():
+                if tensor.is_floating_point():
+                    scale = 0.3 if any(part in parameter for part in ("norm", "bias", "sinks")) else 0.08
+                    tensor.add_(torch.randn_like(tensor) * scale * spread)
+                elif parameter.endswith("tid2eid"):  # the experts of each token id, all of them the first at first
+                    tensor.copy_(torch.rand(len(tensor), 8).argsort(-1)[:, : tensor.shape[1]])
         ids = torch.randint(3, 90, (2, 16))
+        if all(_is_finite(model.to(dtype), ids) for dtype in (torch.float32, torch.bfloat16)):
+            model.save_pretrained(directory, max_shard_size="200KB")
+            return
+    raise ValueError("the logits are not finite")
+
+
+def _is_finite(model: Any, ids: Any) -> bool:
+    import torch
+
+    with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    if not torch.isfinite(logits).all():
-        raise ValueError("the logits are not finite")
-    model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="200KB")
+    return bool(torch.isfinite(logits).all())
 
 
 def _judge(row: Row, directory: Path) -> None:
@@ -121,6 +137,23 @@ def _judge(row: Row, directory: Path) -> None:
             row.outcome, row.sentence = "false alarm", f"{row.sentence or ''}{stage}: {comparison['reason']} "
     if row.outcome == "crashed":
         row.outcome = "passed"
+    if not _is_whole(made, prompts, directory / f"golden/{stages[-1]}.h5"):
+        row.outcome, row.sentence = "not the model", "the golden's logits are not those of the whole model"
+
+
+def _is_whole(made: Path, prompts: tokens.Tokens, golden: Path) -> bool:
+    """Whether the golden's logits are, bit for bit, those of the whole model as transformers runs it."""
+    import torch
+    import transformers
+
+    architecture = getattr(transformers, checkpoint.read_config(made)["architectures"][0])
+    model = architecture.from_pretrained(made, dtype=torch.bfloat16).eval()
+    ids, mask = torch.from_numpy(prompts.ids), torch.from_numpy(prompts.valid).long()
+    with torch.no_grad():
+        whole = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    streamed = hdf5.to_torch(hdf5.read(golden, "golden/out"))
+    valid = torch.from_numpy(prompts.valid)
+    return torch.equal(streamed[valid], whole[valid])
 
 
 def as_json(row: Row) -> dict[str, Any]:

@@ -370,8 +370,11 @@ def merged(orders: Iterable[Sequence[str]]) -> list[str]:
 
 
 def dense_weights(choice: torch.Tensor, weights: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Arranges routing weights [..., top_k] by expert, [..., experts], so that the order of choice does not matter."""
+    """Arranges routing weights [..., top_k] by expert, [..., experts], so that the order of choice does not matter.
+
+    The weights of an expert that is chosen twice add up.
+    """
     import torch
 
     dense = torch.zeros(*choice.shape[:-1], num_experts, dtype=weights.dtype, device=weights.device)
-    return dense.scatter(-1, choice.long(), weights)
+    return dense.scatter_add(-1, choice.long(), weights)

@@ -66,7 +66,16 @@ def usual_name(path: str) -> str:
 
 def first_of(output: Any) -> torch.Tensor:
     """The hidden states in a module's output."""
-    return output[0] if isinstance(output, tuple) else output
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def _has_first(output: Any) -> bool:
+    return not isinstance(output, (tuple, list)) or bool(output)
+
+
+def _with_first(output: Any, tensor: torch.Tensor) -> Any:
+    """A module's output with these hidden states."""
+    return type(output)([tensor, *output[1:]]) if isinstance(output, (tuple, list)) else tensor
 
 
 def add_taps(
@@ -156,9 +165,7 @@ def _module_tap(name: str, shape: torch.Size) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         if name not in SHAPES and any(output is given for given in args):  # a dropout, or another that does nothing
             return output
-        if not isinstance(output, tuple):
-            return _hand_over(name, output, shape)
-        return (_hand_over(name, output[0], shape), *output[1:]) if output else output
+        return _with_first(output, _hand_over(name, first_of(output), shape)) if _has_first(output) else output
 
     return hook
 
@@ -172,7 +179,7 @@ def _own_tap(name: str, shape: torch.Size) -> Callable:
                 f"[batch, seq], here {list(shape)}. Name another submodule."
             )
         tensor = _hand_over(name, tensor, shape)
-        return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
+        return _with_first(output, tensor)
 
     return hook
 
@@ -244,9 +251,7 @@ def _tapped(name: str, function: Callable, shape: torch.Size) -> Callable:
         for argument, value in bound.arguments.items():
             bound.arguments[argument] = _hand_over(f"{name}.{argument}", value, shape)
         output = function(*bound.args, **bound.kwargs)
-        if not isinstance(output, tuple):
-            return _hand_over(name, output, shape)
-        return (_hand_over(name, output[0], shape), *output[1:])
+        return _with_first(output, _hand_over(name, first_of(output), shape))
 
     return call
 

@@ -84,10 +84,11 @@ def noise_of_taps(
 
     def of_tap(name: str) -> Noise:
         left_out = np.logical_or.reduce([np.zeros_like(valid), *(flipped[choice] for choice in before[name])])
+        compared = valid & ~left_out
         return measure(
-            _distinct([draw[name] for draw in draws]),
+            _distinct([draw[name] for draw in draws], compared),
             truth[name],
-            valid & ~left_out,
+            compared,
             experts if name in AFTER_ROUTER else None,
         )
 
@@ -95,7 +96,7 @@ def noise_of_taps(
     return dict(zip(names, mapped(of_tap, names), strict=True))
 
 
-def _distinct(draws: Sequence[Tensor]) -> list[Tensor]:
+def _distinct(draws: Sequence[Tensor], compared: np.ndarray) -> list[Tensor]:
     """Returns the draws that are not copies of earlier ones and are finite wherever the golden, the first draw, is.
 
     A variant that changes only attention, for example, copies the norm before it. A variant that overflows is not a
@@ -103,7 +104,7 @@ def _distinct(draws: Sequence[Tensor]) -> list[Tensor]:
     """
     kept = [draws[0]]
     for draw in draws[1:]:
-        if not any(_is_copy(draw, earlier) for earlier in kept) and _as_finite(draw, draws[0]):
+        if not any(_is_copy(draw, earlier) for earlier in kept) and _as_finite(draw, draws[0], compared):
             kept.append(draw)
     return kept
 
@@ -114,9 +115,10 @@ def _is_copy(draw: Tensor, earlier: Tensor) -> bool:
     return all(np.array_equal(draw.read(*piece), earlier.read(*piece)) for piece in pieces)
 
 
-def _as_finite(draw: Tensor, golden: Tensor) -> bool:
+def _as_finite(draw: Tensor, golden: Tensor, compared: np.ndarray) -> bool:
+    """Whether a draw is finite wherever the golden is, at the tokens that are compared."""
     for piece in blocks(golden.shape, CHUNK_ELEMENTS):
-        mine = is_finite(draw.floats(draw.read(*piece)))
+        mine = is_finite(draw.floats(draw.read(*piece))) | ~compared[piece].reshape(-1, 1)
         if not mine.all() and (is_finite(golden.floats(golden.read(*piece))) & ~mine).any():
             return False
     return True

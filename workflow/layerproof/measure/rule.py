@@ -35,7 +35,7 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
                 f"the port is {element['port']} at {brackets(element['first'])} where the golden is "
                 f"{element['golden']} and the truth is {element['truth']} ({element['count']} such elements)"
             )
-    if not result["count"]:
+    if is_nowhere_finite(result):
         return "nothing was compared: no element of a valid token is finite in port, golden and truth"
     R, allowed, where = failing_limit(result, limit)
     assert R is not None  # elements were compared
@@ -45,6 +45,13 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
     if quotient is None or quotient <= 1:  # R is NaN, or nothing but zero is allowed
         return f"R is {R:.4g}{f' at {where}' if where else ''} where {allowed:.4g} is allowed"
     return f"the error is {times(quotient)} what is allowed{f' at {furthest_off}' if furthest_off else ''}"
+
+
+def is_nowhere_finite(result: Mapping[str, Any]) -> bool:
+    """Whether port, golden and truth have no finite element, and agree on what they have instead."""
+    if result.get("kind") != "float" or result["count"]:
+        return False
+    return not any(result["nonfinite"][name]["count"] for name in ("port_differs", "reference_differs"))
 
 
 def group_limits(result: Mapping[str, Any], limit: float) -> list[tuple[str, float, float]]:

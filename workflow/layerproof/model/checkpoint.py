@@ -107,6 +107,9 @@ def num_layers(config: Mapping[str, Any]) -> int:
         for key in NUM_LAYERS:
             if isinstance(part, dict) and isinstance(part.get(key), int):
                 return part[key]
+        for key in LAYER_LISTS:
+            if isinstance(part, dict) and isinstance(part.get(key), list):
+                return len(part[key])
     raise UserError(
         "config.yaml: model.checkpoint: num_hidden_layers is missing in its config.json. "
         "Name the checkpoint of a decoder that transformers knows."
@@ -115,6 +118,9 @@ def num_layers(config: Mapping[str, Any]) -> int:
 
 NUM_LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
 """Keys for the number of layers, in the order in which they count: LongCat's num_hidden_layers counts its layers twice."""
+
+LAYER_LISTS = ("layers_block_type", "layer_types")
+"""Keys for a list with an entry for each layer, where the number itself is not stated, as in Nemotron H."""
 
 
 def shards(directory: Path) -> list[str]:

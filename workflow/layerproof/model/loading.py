@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
+import transformers
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -68,15 +76,21 @@ def meta_model(
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype or torch.float32, trust_remote_code=trust_remote_code, **implementations
-            )
+            model = _from_config(config, trust_remote_code, dtype=dtype or torch.float32, **implementations)
     except (ValueError, TypeError, KeyError, ImportError) as error:
         raise UserError(
             f"{directory / CONFIG}: transformers cannot build this model ({error}). Correct the file or update transformers."
         ) from error
     _keep_fp32(model)
     return model.eval()
+
+
+def _from_config(config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
+    """The causal model of a config, or the model that it names itself, as the text part of some larger models does."""
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None) and named is not None:
+        return named._from_config(config, **options)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def _keep_fp32(model: PreTrainedModel) -> None:

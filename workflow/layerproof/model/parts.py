@@ -331,6 +331,10 @@ def _find(model: PreTrainedModel) -> Parts:
         first.setdefault(id(tensor), name)
     tied = {name: first[id(tensor)] for name, tensor in tensors if first[id(tensor)] != name}
     stages = all_stages(len(layers))
+    # Layers without modules, as a stage has them but for its own.
+    alone = copy.deepcopy(
+        twin, {id(of): {} for layer in layers for of in (layer._modules, layer._parameters, layer._buffers)}
+    )
     probe = _Probe(model, layers, used={stage: set() for stage in stages})
     probe.unknowns.watched = {id(of): name for name, of in tensors if not name.startswith(layers_name + ".")}
     inside = set(layers.modules())
@@ -352,6 +356,7 @@ def _find(model: PreTrainedModel) -> Parts:
             raise has_no_stages(model, f"{type(error).__name__}: {first_line(error)}") from error
     if len(probe.returns) != len(layers):
         raise has_no_stages(model, f"only {len(probe.returns)} of its {len(layers)} layers run")
+    _run_without_layers(model, alone, probe.returns)
     return Parts(
         embed=names[twin.get_input_embeddings()],
         layers=layers_name,
@@ -363,6 +368,28 @@ def _find(model: PreTrainedModel) -> Parts:
         hidden=probe.hidden,
         inputs={stage: of for stage, of in probe.inputs.items() if of},
     )
+
+
+def _run_without_layers(
+    model: PreTrainedModel, alone: PreTrainedModel, returns: Sequence[tuple[bool, ...] | None]
+) -> None:
+    """Runs a twin whose layers have no modules; they pass on their hidden states.
+
+    Raises:
+        UserError: if the model reaches into layers from outside, as RWKV does to rescale their weights.
+    """
+    for layer, returned in zip(layers_of(alone)[1], returns, strict=True):
+
+        def passing(*args: Any, layer: nn.Module = layer, returned: Any = returned, **kwargs: Any) -> Any:
+            return as_returned(returned, Call.of(layer, args, kwargs).hidden)
+
+        cast("Any", layer).forward = passing
+    try:
+        with torch.no_grad(), Unknowns(torch.device("cpu")):
+            alone(input_ids=torch.zeros(PROBE, dtype=torch.long), use_cache=False)
+    except Exception as error:
+        why = f"it reaches into its layers from outside them ({type(error).__name__}: {first_line(error)})"
+        raise has_no_stages(model, why) from error
 
 
 @dataclass
@@ -478,22 +505,70 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def make_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Computes the buffers that no checkpoint contains, with the model's `_init_weights` as in `from_pretrained`."""
-    owners: dict[str, nn.Module] = {}
-    for name, buffer in list(model.named_non_persistent_buffers()):
+    """Computes the buffers that no checkpoint contains, with the model's `_init_weights` as in `from_pretrained`.
+
+    A module may leave its buffer to one around it, which needs all layers (Falcon H1's `mup_vector`).
+
+    Raises:
+        UserError: if transformers leaves a buffer as it is.
+    """
+    buffers = [name for name, _ in model.named_non_persistent_buffers()]
+    left = _compute(model, buffers, device, lambda owner: [owner])
+    if not left:
+        return
+    with torch.device("meta"):
+        whole = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    not_computed = _compute(whole, left, device, _and_around)
+    if not_computed:
+        raise UserError(f"{type(model).__name__}: transformers does not compute the buffer {not_computed[0]} again.")
+    for name in left:
         path, _, leaf = name.rpartition(".")
-        owners[path] = model.get_submodule(path)
-        owners[path].register_buffer(leaf, torch.empty_like(buffer, device=device), persistent=False)
-    for path, owner in owners.items():
-        for parameter in owner.parameters(recurse=False):
-            cast(
-                "Any", parameter
-            )._is_hf_initialized = True  # loaded or meant to stay on meta: do not initialise at random
-        _innermost_model(model, path)._init_weights(owner)
+        model.get_submodule(path).register_buffer(leaf, whole.get_buffer(name), persistent=False)
+
+
+def _compute(
+    model: PreTrainedModel, buffers: Sequence[str], device: torch.device, by: Callable[[str], list[str]]
+) -> list[str]:
+    """Computes buffers by initialising the modules that `by` finds for their owners; returns those still not computed."""
+    modules: dict[str, None] = {}
+    for name in buffers:
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        missing = torch.empty_like(owner.get_buffer(leaf), device=device)
+        owner.register_buffer(leaf, missing.fill_(_missing(missing.dtype)), persistent=False)
+        modules |= dict.fromkeys(by(path))
+    for path in modules:
+        module = model.get_submodule(path)
+        for parameter in module.parameters():
+            cast("Any", parameter)._is_hf_initialized = True  # loaded or meant to stay on meta: not to draw at random
+        _innermost_model(model, path)._init_weights(module)
+    return [name for name in buffers if _is_missing(model.get_buffer(name))]
+
+
+def _and_around(path: str) -> list[str]:
+    """A module and those that contain it, the innermost first."""
+    names = path.split(".") if path else []
+    return [".".join(names[:length]) for length in range(len(names), -1, -1)]
+
+
+def _missing(dtype: torch.dtype) -> float | int | bool:
+    """A value that no model computes; a bool has none."""
+    if dtype == torch.bool:
+        return False
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def _is_missing(buffer: torch.Tensor) -> bool:
+    if buffer.dtype == torch.bool:
+        return False
+    return bool(
+        (
+            buffer.isnan() if buffer.is_floating_point() or buffer.is_complex() else buffer == _missing(buffer.dtype)
+        ).all()
+    )
 
 
 def _innermost_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
     """The part of a model that transformers initialises a submodule with."""
-    names = path.split(".") if path else []
-    inside = [model.get_submodule(".".join(names[:length])) for length in range(len(names), -1, -1)]
+    inside = map(model.get_submodule, _and_around(path))
     return next(module for module in inside if isinstance(module, PreTrainedModel))

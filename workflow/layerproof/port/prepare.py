@@ -127,21 +127,43 @@ def _prepare_port(job: StageRun) -> _Ready:
             _module_taps(module, getattr(port, "TAPS", {}) if with_taps else {}),
         ):
             try:
-                output = module(*inputs)
+                x, positions, valid, *others = inputs
+                given = dict(zip(job.handed, others, strict=True))
+                output = module({hdf5.HIDDEN_STATES: x, **given} if given else x, positions, valid)
             except Exception as error:
                 if taps:
                     error.add_note(f"The last tap that it handed over is {[*taps][-1]}.")
                 raise
-        if not isinstance(output, torch.Tensor):
-            raise StageError(f"{job.stage}: the port returns {type(output).__name__}, not one tensor.")
-        return (taps if with_taps else {}) | {OUT: output}
+        return (taps if with_taps else {}) | _outputs(job.stage, output)
 
     conversion = {"reads": weights.reads, "parameters": parameters}
 
     def others() -> Sequence[torch.Tensor]:
-        return job.x.flip(1), positions, torch.ones_like(job.valid)
+        return job.x.flip(1), positions, torch.ones_like(job.valid), *job.handed.values()
 
-    return _Ready(module, (job.x, positions, job.valid), others, call, _signature(module, job.x), conversion)
+    inputs = job.x, positions, job.valid, *job.handed.values()
+    return _Ready(module, inputs, others, call, _signature(module, job.x), conversion)
+
+
+def _outputs(stage: str, output: Any) -> Taps:
+    """What a port's forward returns, by tap: one tensor, or its hidden states and what it hands over to later stages.
+
+    Raises:
+        StageError: if it returned anything else.
+    """
+    if isinstance(output, torch.Tensor):
+        return {OUT: output}
+    if not isinstance(output, Mapping):
+        raise StageError(
+            f"{stage}: the port returns {type(output).__name__}, neither one tensor nor a dict of tensors by name."
+        )
+    if hdf5.HIDDEN_STATES not in output:
+        raise StageError(f"{stage}: the port returns a dict without {hdf5.HIDDEN_STATES}, the stage's output.")
+    wrong = [name for name, tensor in output.items() if not isinstance(tensor, torch.Tensor)]
+    if wrong:
+        raise StageError(f"{stage}: the port returns a dict whose {wrong[0]} is no tensor.")
+    others = {f"{OUT}/{name}": tensor for name, tensor in output.items() if name != hdf5.HIDDEN_STATES}
+    return {**others, OUT: output[hdf5.HIDDEN_STATES]}
 
 
 def _described(tensor: torch.Tensor, tracing: provenance.Tracing, built: torch.Tensor | None) -> dict[str, Any]:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 
-MAIN = "hidden_states"
+HIDDEN_STATES = "hidden_states"
 """The name of `out` among the outputs of a stage that has several, which are stored as `out/NAME`."""
 
 WEIGHTS, TAPS, SOURCES = "held", "taps", "sources"
@@ -122,7 +122,9 @@ def write(
 
 def _place(name: str, names: Collection[str]) -> str:
     """Where a tap is stored: under its name, but `out` in a group with the other outputs if there are any."""
-    return f"{OUT}/{MAIN}" if name == OUT and any(is_output(other) for other in names if other != OUT) else name
+    return (
+        f"{OUT}/{HIDDEN_STATES}" if name == OUT and any(is_output(other) for other in names if other != OUT) else name
+    )
 
 
 def write_pruned(source: Path, target: Path, user_block: int) -> None:
@@ -316,7 +318,7 @@ def feeds(file: h5py.File) -> list[Fed]:
 def tap(file: h5py.File, name: str) -> Tensor:
     """Returns one tensor by its full name, such as `golden/out`, without reading its data."""
     node = file[name]
-    dataset = cast("h5py.Dataset", node[MAIN] if isinstance(node, h5py.Group) else node)
+    dataset = cast("h5py.Dataset", node[HIDDEN_STATES] if isinstance(node, h5py.Group) else node)
     return Tensor(dataset, attributes(dataset)["dtype"])
 
 
@@ -325,7 +327,7 @@ def _datasets(file: h5py.File, group: str) -> dict[str, h5py.Dataset]:
 
     def visit(name: str, node: Any) -> None:
         if isinstance(node, h5py.Dataset):
-            found[OUT if name == f"{OUT}/{MAIN}" else name] = node
+            found[OUT if name == f"{OUT}/{HIDDEN_STATES}" else name] = node
 
     if group in file:
         cast("h5py.Group", file[group]).visititems(visit)
