@@ -66,7 +66,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "vision_config": {
             **{"hidden_size": 64, "adapter_in_dim": 64, "adapter_out_dim": 64, "num_attention_heads": 4},
             **{"num_hidden_layers": 2, "intermediate_size": 96, "mlp_layer_types": ["dense", "dense"]},
-        }
+        },
+        "audio_config": {
+            **{"hidden_size": 64, "adapter_input_size": 64, "adapter_out_dim": 64, "num_attention_heads": 4},
+            **{"num_hidden_layers": 2, "intermediate_size": 96, "downsample_hidden_size": 16},
+        },
     },
     "dots3_note_text": {"layer_types": ["indexed_attention", "sliding_attention"] * 2},
     "falcon_h1": {"mamba_d_ssm": 128, **MAMBA_2},

@@ -3,7 +3,7 @@
     python tests/families/run.py [--seed N] [--output results/families.jsonl] [TYPE ...]
 
 Prints one line for each type, and keeps it in the output: a second call goes on where the first one ended. Each type has
-two and a half minutes, in a process of its own, since a port's device may end the process.
+ten minutes, in a process of its own, since a port's device may end the process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,16 +26,15 @@ os.environ |= {"OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0", "PJRT_DEVICE": "CPU
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "workflow"), str(REPOSITORY / "tests")]
 
-SECONDS = 150
+SECONDS = 600
 TYPES_PER_PROCESS = 15
 """Compiled graphs stay in memory."""
 
 
-def judge(model_type: str, seed: int) -> dict[str, Any]:
+def judge(model_type: str, seed: int, directory: Path) -> dict[str, Any]:
     from families import survey
 
-    with tempfile.TemporaryDirectory() as directory:
-        return survey.as_json(survey.judge(model_type, seed, Path(directory)))
+    return survey.as_json(survey.judge(model_type, seed, directory))
 
 
 def work(types: queue.Queue[str], seed: int, output: TextIO, lock: threading.Lock) -> None:
@@ -44,17 +44,28 @@ def work(types: queue.Queue[str], seed: int, output: TextIO, lock: threading.Loc
     while not types.empty():
         model_type = types.get()
         pool = pool or ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=TYPES_PER_PROCESS)
-        try:
-            row = pool.submit(judge, model_type, seed).result(timeout=SECONDS)
-        except Exception as error:
-            row = {"model_type": model_type, "seed": seed, "outcome": "crashed", "taps": 0, "seconds": SECONDS}
-            row["sentence"] = f"the process: {type(error).__name__}"
-            for process in pool._processes.values():
-                process.kill()
-            pool = None
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                row = pool.submit(judge, model_type, seed, Path(folder)).result(timeout=SECONDS)
+            except (TimeoutError, BrokenProcessPool) as error:
+                row = ended(model_type, seed, Path(folder), error)
+                for process in pool._processes.values():
+                    process.kill()
+                pool.shutdown()
+                pool = None
         with lock:
             print(json.dumps(row), file=output, flush=True)
             print(line(row), flush=True)
+
+
+def ended(model_type: str, seed: int, directory: Path, error: Exception) -> dict[str, Any]:
+    """The row of a type whose process died or took too long: XLA's doing if it was at a stage of the port."""
+    doing = directory / "doing"
+    at = doing.read_text() if doing.exists() else "its checkpoint"
+    why = f"takes more than {SECONDS} s" if isinstance(error, TimeoutError) else "ends the process"
+    outcome = "not on XLA" if at.startswith("port") else "crashed"
+    row = {"model_type": model_type, "seed": seed, "outcome": outcome, "sentence": f"{at} {why}"}
+    return row | {"taps": 0, "stages": {}, "seconds": float(SECONDS)}
 
 
 def line(row: dict[str, Any]) -> str:

@@ -32,7 +32,11 @@ SPREADS = (1, 0.5, 0.25)
 
 @dataclass
 class Row:
-    """What is known of one type. `outcome` is passed, false alarm, not the model, refused, error, crashed, or not run."""
+    """What is known of one type.
+
+    `outcome` is passed, false alarm, not the model (the golden's logits are others), refused, not on XLA, error, crashed,
+    or not run (plain transformers cannot).
+    """
 
     model_type: str
     seed: int
@@ -124,9 +128,11 @@ def _judge(row: Row, directory: Path) -> None:
         for path in files.values():
             path.parent.mkdir(exist_ok=True)
         previous = [directory / part / f"{before}.h5" if before else None for part in ("golden", "noise")]
+        (directory / "doing").write_text(f"golden/{stage}")
         golden_stage.make_stage(
             stage, made, descriptions[stage], prompts, *previous, files["golden"], files["noise"], settings
         )
+        (directory / "doing").write_text(f"port/{stage}")
         runner = Runner.start(made, prompts, settings)
         fed = handed.stage_input(previous[0], stage)
         port_stage.make_stage(runner, stage, descriptions[stage], fed, files["port"])

@@ -5,13 +5,14 @@
   each rounded, as compilers build them; and the weights of chosen experts in the dtype of the activations from the
   scores on, as in serving libraries
 - `split`: `stepwise`, and also every product with a weight as the sum of two halves, each rounded, over a permuted
-  order of the terms, as in tensor parallelism and tiling
+  order of the terms, as in tensor parallelism and tiling; and those inside attention that transformers has only once
 - `input`: the last bit of one in twelve numbers of the input changed, which amounts to one more rounding
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -55,7 +56,7 @@ def variants(model: PreTrainedModel, run: Run, stage_input: torch.Tensor | None)
 @contextlib.contextmanager
 def split(model: PreTrainedModel) -> Iterator[None]:
     """Runs the variant `split` inside the block: of all variants, it differs most from the golden."""
-    with _implementations(model, "eager", "eager"), Stepwise(model.dtype), _Split():
+    with _implementations(model, "eager", "eager"), Stepwise(model.dtype), _Split(of_any=not model._supports_sdpa):
         yield
 
 
@@ -193,7 +194,12 @@ class Stepwise(TorchFunctionMode):
 
 
 def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sums along a dim, which stays, in pairs; each sum is rounded to the dtype of `x`."""
+    """Sums along a dim, which stays; each sum is rounded to the dtype of `x`.
+
+    fp32 is summed in pairs, and a shorter dtype one by one, as XLA does on the CPU: only then does the order matter.
+    """
+    if x.dtype.itemsize < torch.float32.itemsize:
+        return functools.reduce(torch.add, x.split(1, dim))
     while x.shape[dim] > 1:
         half = x.shape[dim] // 2
         first, second, odd = x.split([half, half, x.shape[dim] - 2 * half], dim)
@@ -202,8 +208,11 @@ def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class _Split(TorchFunctionMode):
-    def __init__(self) -> None:
+    """Splits products with matrices, or products `of_any` tensors."""
+
+    def __init__(self, of_any: bool) -> None:
         super().__init__()
+        self.of_any = of_any
         self.halves: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(
@@ -220,13 +229,16 @@ class _Split(TorchFunctionMode):
         if name == "addmm" and len(args) == 3:
             added, x, weight = cast("Any", args)
             return added * kwargs.get("beta", 1) + self._product(torch.mm, x, weight) * kwargs.get("alpha", 1)
-        if name in ("matmul", "__matmul__", "mm") and len(args) == 2 and args[1].ndim == 2:
+        if name in ("matmul", "__matmul__", "mm") and len(args) == 2 and self._is_split(args[1]):
             return self._product(func, *args)
         return func(*args, **kwargs)
 
-    def _product(self, func: Callable, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _is_split(self, second: torch.Tensor) -> bool:
+        return second.ndim == 2 or (self.of_any and second.ndim > 2)
+
+    def _product(self, func: Callable, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         first, second = self._halves(x.shape[-1], x.device)
-        return func(x[..., first], weight[first]) + func(x[..., second], weight[second])
+        return func(x[..., first], other[..., first, :]) + func(x[..., second], other[..., second, :])
 
     def _halves(self, terms: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if (terms, device) not in self.halves:
