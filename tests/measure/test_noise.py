@@ -236,6 +236,24 @@ def test_copies_of_a_draw_do_not_narrow_the_band():
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_a_channel_that_is_zero_in_all_draws_by_chance_may_be_a_little_off(leaves):
+    """Behind a ReLU, a channel just below zero is zero in the golden and its variants, and in some ports is not."""
+    tap = Tap()
+    tap.truth[..., 9] = 0
+    tap.draws = [tap.draw() for _ in range(DRAWS)]
+    if leaves == 2:
+        tap.draws[3][0, 7, 9] = 1e-3
+    typical = float(np.median(np.abs(tap.draws[0] - tap.truth)))
+    port = tap.draw()
+    port[0, 5, 9] = typical
+    assert tap.noise().band["block"] < 4, "one draw alone above zero does not widen the band without limit"
+    assert tap.judge(port)["status"] == "pass"
+    port[..., 9] = 10 * typical
+    result = tap.judge(port)
+    assert result["status"] == "fail" and result["worst_block"]["channels"][0] <= 9
+
+
 def _taps(draws):
     golden, *variants = ({"out": fp32(draw)} for draw in draws)
     return golden, variants

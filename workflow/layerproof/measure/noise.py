@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 BALANCING = 3
 """Rounds of fitting token and channel factors, at least 2; two or three make the fit accurate to a percent."""
 
+SILENT = 2.0**-5
+"""A single number as large as the noise, in a block of 128 numbers, then stays below four times the noise of the block."""
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -149,6 +152,8 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
             for block in tap.blocks():
                 noise_kernel.balance(fit, following, is_exact, block)
             fit = fit._replace(channel=following / fit.channel_counts)
+        if not is_exact:
+            fit = fit._replace(channel=_not_silent(fit.channel))
         for block in tap.blocks():
             noise_kernel.in_units(fit, by_token, by_channel, rounding, is_exact, block)
     fit.token[:, fit.token_counts == 0] = np.nan
@@ -165,6 +170,18 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
     }
     token, channel = fit.token.mean(axis=0).reshape(compared.shape), fit.channel.mean(axis=0)
     return Noise(compared, token, channel, rounding, {group: max(1.0, R) for group, R in band.items()})
+
+
+def _not_silent(channel: np.ndarray) -> np.ndarray:
+    """Gives channels [rows, features] that are zero in all draws but one a noise of `SILENT` of that of the median channel.
+
+    Behind a threshold, such as that of a ReLU, all draws may be zero by chance, and the next one is not.
+    """
+    mean = channel.mean(axis=0)
+    is_silent = (channel[-1] == 0) & ((channel > 0).sum(axis=0) <= 1) & ~np.isnan(mean)
+    if is_silent.all() or not is_silent.any():
+        return channel
+    return np.where(is_silent, np.maximum(channel, SILENT**2 * np.median(mean[mean > 0])), channel)
 
 
 def _worst(ratios: np.ndarray) -> float:
