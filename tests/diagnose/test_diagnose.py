@@ -131,3 +131,16 @@ def test_a_diagnosis_that_fails_is_a_result_with_its_reason(tmp_path):
     assert outcome.returncode == 0
     found = read_json(tmp_path / OUTPUT)
     assert found["culprits"] == [] and found["reason"]
+
+
+def test_no_cause_is_named_of_a_tap_just_above_its_limit(model, tmp_path):
+    """Router scores a little too flat: the more, the nearer to what a wrong temperature does."""
+    found = {}
+    for factor in (1.01, 1.5):
+        flat = "logits.float().softmax(-1)", f"(logits.float() * {factor}).softmax(-1)"
+        (found[factor],) = harness.run(model, STAGE, port_source(flat), tmp_path / str(factor)).culprits
+    little, much = found.values()
+    assert 1 < little["excess"] < 2 < much["excess"]
+    assert (little["cause"], little["nearest"], little["tried"]) == (None, None, 0)
+    assert "too little to tell one cause from another" in little["findings"][0]
+    assert much["tried"] > 0

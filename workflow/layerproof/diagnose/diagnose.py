@@ -46,6 +46,9 @@ ONLY_COMPILED = (
     "Uncompiled, the stage gives another tensor here, and teacher-forced it is right everywhere: look for the mistake in "
     "tracing and compiling, not in its mathematics."
 )
+NAMED_FROM = 2.0
+"""How many times above its limit a tap must be before a cause is named: below, noise chooses among the explanations."""
+JUST_ABOVE = "The error is only {} what is allowed: too little to tell one cause from another, so none is named."
 NEAR = 2.0
 """A fault that does not explain a tap is reported if it reduces the port's own R by more than this factor."""
 
@@ -238,8 +241,12 @@ def _without_flips(noise: Mapping[str, Noise], choice: Tensor | None, truth: Ten
 def _explain(
     bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool
 ) -> tuple[dict[str, Any], tuple[Fault, ...]]:
-    """A culprit, and the faults that explain it: the best of those that may show at this tap first."""
-    attempts = _attempts(bench, tap)
+    """A culprit, and the faults that explain it: the best of those that may show at this tap first.
+
+    Of a tap just above its limit none is named: an effect that small has too many explanations.
+    """
+    above = excess(result, bench.limit) if result.get("kind") == "float" else None
+    attempts = _attempts(bench, tap) if above is None or above >= NAMED_FROM else []
     best = attempts[0] if attempts and attempts[0].explains else None
     near = attempts[0] if attempts and not best and _own_R(result) / NEAR > attempts[0].R else None
     runner_up = next((one.summary(tap) for one in attempts if best and one.names != best.names), None)
@@ -248,7 +255,7 @@ def _explain(
         "tap": tap,
         "forced": forced,
         "R": R,
-        "excess": excess(result, bench.limit) if result.get("kind") == "float" else None,
+        "excess": above,
         "at": where,
         "cause": best.summary(tap) | {"runner_up": runner_up} if best else None,
         "nearest": near.summary(tap) if near else None,
@@ -264,6 +271,8 @@ def _explain(
             bench.limit,
         ),
     }
+    if above is not None and above < NAMED_FROM:
+        culprit["findings"].insert(0, JUST_ABOVE.format(times(above)))
     return culprit, best.faults if best else ()
 
 
