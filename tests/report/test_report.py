@@ -176,13 +176,30 @@ def test_of_a_captured_model_with_a_file_that_cannot_be_used_the_rest_is_told():
     assert any(one.startswith("Chain captured lacks layer_000:") for one in not_looked_at(comparisons, [right]))
 
 
+def test_a_captured_stage_with_its_input_is_told_with_by_how_much_it_is_wrong():
+    comparisons, _ = reports.good()
+    right = captured(comparisons)
+    for stage in ("embed", "layer_001"):
+        right["stages"][stage] |= {"own_input": True, "wrong": False, "why": None, "excess": 0.5}
+    told = sentences(comparisons, [right])
+    assert "The captured compiled model is right from the captured inputs of embed, layer_001." in told
+    assert any(one.startswith("Of layer_000, norm, lm_head the output of the stage before was not") for one in told), told
+    wrong = captured(comparisons, "layer_001")
+    why = "the error is 5.1 times what is allowed"
+    wrong["stages"]["layer_001"] |= {"own_input": True, "wrong": True, "why": why, "excess": 5.1}
+    headline, *_ = sentences(comparisons, [wrong])
+    assert headline == (
+        f"Every stage passes alone, but the captured compiled model goes wrong at layer_001: from its captured input, {why}."
+    )
+
+
 def test_a_captured_model_is_told_beside_what_passes_and_what_fails():
     comparisons, chains = reports.good()
     assert any(
         "strays no further than a correct port does" in one for one in sentences(comparisons, [captured(comparisons)])
     )
     text = render(comparisons, [*chains, captured(comparisons)])
-    assert "how far captured strays does" in text and "results/chain/captured" not in text
+    assert "whether captured is right does" in text and "results/chain/captured" not in text
     comparisons = [reports.compared("layer_000"), reports.compared("layer_001", wrong=("mlp.out", "out"))]
     told = sentences(comparisons, [captured(comparisons, "layer_000")])
     assert "The captured compiled model goes wrong by layer_000 at the latest." in told

@@ -40,7 +40,9 @@ def test_a_compiled_model_that_does_something_else_than_its_stages_fails(tmp_pat
     capture(workflow, tmp_path / "captured")
     workflow.configure(port={"captured": "captured"})
     made = workflow.run().made
-    assert {name for name in made if name.endswith(".h5")} == {f"chain/captured/{stage}.h5" for stage in MODULES}
+    own = {f"captured/{kind}/{stage}.h5" for kind in ("golden", "noise") for stage in ("layer_000", "layer_001")}
+    captured = {f"chain/captured/{stage}.h5" for stage in MODULES}
+    assert {name for name in made if name.endswith(".h5")} == captured | own, "the last layer's output was not captured"
     assert set(workflow.results.glob("*/*.h5")) == before
     found = verdicts(workflow)
     assert found["overall"] == "pass" and found["chains"]["captured"]["status"] == "pass"
@@ -50,6 +52,17 @@ def test_a_compiled_model_that_does_something_else_than_its_stages_fails(tmp_pat
     asked = workflow.run("--dry-run", "--forceall", "--set-resources", "chain:runtime=77", target="all").text
     jobs = {part.split(":")[0]: ", runtime=77" in part for part in asked.split("\nrule ")[1:]}
     assert jobs["chain_all"] and not jobs["chain_captured"]
+
+    report = (workflow.results / "report.html").read_text()
+    assert "right from the captured inputs of embed, layer_000 to layer_001" in report
+    assert "Of norm the output of the stage before was not captured" in report
+
+    # Too little for a chain, whose outputs stray further.
+    capture(workflow, tmp_path / "captured", lambda stage, out: out * 1.02 if stage == "layer_001" else out)
+    made = workflow.run().made
+    assert {name for name in made if name.endswith(".h5")} == {"chain/captured/layer_001.h5"}
+    found = verdicts(workflow)["chains"]["captured"]
+    assert (found["status"], found["first_wrong"]) == ("fail", "layer_001")
 
     # As a rank does that has another's slice: from layer_001 on.
     capture(
@@ -62,7 +75,7 @@ def test_a_compiled_model_that_does_something_else_than_its_stages_fails(tmp_pat
     assert found["chains"]["captured"]["first_wrong"] == "layer_001"
     assert gate.read(workflow.results / "verdicts.json")["overall"] == "fail"
     report = (workflow.results / "report.html").read_text()
-    assert "the captured compiled model goes wrong after layer_000, by layer_001 at the latest." in report
+    assert "the captured compiled model goes wrong at layer_001: from its captured input, the error is" in report
 
     # A file that cannot be used is told, and the others are compared.
     (tmp_path / "captured/captured_tensors_cte_step_1_module_layers.0_output.pt").write_bytes(b"cut")

@@ -181,6 +181,16 @@ def of_chain(pattern):
     return lambda wildcards: expand(pattern, chain=wildcards.chain, stage=CHAINS[wildcards.chain])
 
 
+def from_own_input(folder):
+    """The golden's files of those captured stages whose input was captured, too; what feeds embed is known anyway."""
+    chain = CHAINS[captured.CHAIN]
+    found = [f"results/{folder}/{stages.EMBED}.h5" for stage in chain if stage == stages.EMBED]
+    if IMPORTS_GOLDEN:  # its host does not have what was captured
+        return found
+    before = {stage: stages.previous_stage(stage, RUN.num_layers) for stage in chain}
+    return found + [f"results/captured/{folder}/{stage}.h5" for stage in chain if before[stage] in chain]
+
+
 def asked_for(target):
     """A target that no other needs, in a list if it exists or is asked for in this call: from then on it is kept up to date."""
     return [target] if exists(target) or target in map(str, workflow.dag_settings.targets) else []

@@ -1,5 +1,5 @@
 # results/golden/STAGE.h5, results/noise/STAGE.h5, results/port/STAGE.h5 -> results/compare/STAGE.json
-# results/golden/, results/chain/A-B/ -> results/compare/chain/A-B.json
+# results/golden/, results/chain/A-B/ -> results/compare/chain/A-B.json, and of chain captured also results/captured/
 # results/golden/, results/noise/, chains -> results/bisect.json
 
 
@@ -32,6 +32,8 @@ rule compare_chain:
         port=of_chain("results/chain/{chain}/{stage}.h5"),
         comparisons=of_chain(rules.compare_stage.output.comparison),
         noise=lambda wildcards: of_chain(GOLDEN_FILES.noise)(wildcards) if wildcards.chain == captured.CHAIN else [],
+        own_golden=lambda wildcards: from_own_input("golden") if wildcards.chain == captured.CHAIN else [],
+        own_noise=lambda wildcards: from_own_input("noise") if wildcards.chain == captured.CHAIN else [],
         tokens=rules.tokens.output.tokens,
         job=job(
             "compare/chain/{chain}",
@@ -39,6 +41,7 @@ rule compare_chain:
             packages=["numpy", "numba", "h5py"],
             chain=lambda wildcards: wildcards.chain,
             stages=lambda wildcards: list(CHAINS[wildcards.chain]),
+            limit=lambda wildcards: CONFIG.compare.limit if wildcards.chain == captured.CHAIN else None,
         ),
     output:
         comparison=update("results/compare/chain/{chain}.json"),
@@ -50,7 +53,7 @@ rule compare_chain:
     container:
         CONTAINERS["cpu"]
     shell:
-        layerproof("compare-chain", "comparison", "golden port comparisons noise tokens")
+        layerproof("compare-chain", "comparison", "golden port comparisons noise own_golden own_noise tokens")
 
 
 BISECTED = stages.first_run(STAGES, RUN.num_layers)

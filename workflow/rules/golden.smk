@@ -1,5 +1,7 @@
 # results/weights/STAGE.json, results/tokens.json, results/{golden,noise}/PREVIOUS.h5 -> results/{golden,noise}/STAGE.h5
 #
+# results/weights/STAGE.json, results/tokens.json, results/chain/captured/PREVIOUS.h5 -> results/captured/{golden,noise}/STAGE.h5
+#
 # For hosts that share no file system, by golden.storage, which a storage plugin of Snakemake reads and writes:
 # results/golden/STAGE.h5, results/noise/STAGE.h5 -> STORAGE/STAGE.zip            snakemake export_golden, where it is made
 # STORAGE/STAGE.zip -> results/golden/STAGE.h5, results/noise/STAGE.h5            golden.mode stored, where the port is
@@ -71,6 +73,35 @@ if CONFIG.golden.mode == "whole":
             runtime=time_of("golden", lambda wildcards: GOLDEN, start=30),
         shell:
             layerproof("golden", "tensors noise", "weights tokens config")
+
+
+if captured.CHAIN in CHAINS and not IMPORTS_GOLDEN:
+
+    rule golden_from_captured:
+        """One stage of the trusted model from what was captured as its input, its fp32 truth and its noise."""
+        input:
+            weights="results/weights/{stage}.json",
+            tokens=rules.tokens.output.tokens,
+            config=CONFIG_JSON,
+            previous=lambda wildcards: expand("results/chain/captured/{stage}.h5", stage=fed_by(wildcards)),
+            preflight="results/preflight/golden.json",
+            job=job("captured/golden/{stage}", "golden", GOLDEN_SETTINGS, GOLDEN_PACKAGES, reads="port/out"),
+        output:
+            tensors=update("results/captured/golden/{stage}.h5"),
+            noise=update("results/captured/noise/{stage}.h5"),
+            record=update("results/records/captured/golden/{stage}.json"),
+        log:
+            "results/logs/captured/golden/{stage}.log",
+        benchmark:
+            "results/benchmarks/captured/golden/{stage}.tsv"
+        container:
+            CONTAINERS["golden"]
+        resources:
+            gpu=1,
+            mem_mb=memory_of("golden", own_stage),
+            runtime=time_of("golden", own_stage, start=2),
+        shell:
+            layerproof("golden", "tensors noise", "weights tokens config previous")
 
 
 if EXPORTS_GOLDEN:

@@ -223,6 +223,8 @@ def compare_chain(
     isolated: Mapping[str, Mapping[str, Any]],
     valid: np.ndarray,
     noise: Mapping[str, Path] | None = None,
+    own: Mapping[str, tuple[Path, Path]] | None = None,
+    limit: float | None = None,
 ) -> dict[str, Any]:
     """Returns the content of results/compare/chain/A-B.json, from files and isolated comparisons by stage.
 
@@ -236,10 +238,13 @@ def compare_chain(
 
     If the chain includes `lm_head`, the result also says how well the logits agree.
 
-    Pass `noise`, by stage, for a chain that is not a run of the port that was compared in isolation. Then a stage is
-    `wrong` if it strays further than a variant of the golden on its own outputs allows (bisect.py). `first_wrong` is
-    the first such stage, and the chain fails if there is one.
+    Pass `noise`, by stage, for a chain that is not a run of the port that was compared in isolation. Then a stage in
+    `own` is `wrong` if it fails against these files of a golden and its noise, which ran from the stage's own input in
+    the chain, with `limit`; `excess` says by how much. Another stage is `wrong` if it strays further than a variant of
+    the golden on its own outputs allows (bisect.py). `first_wrong` is the first such stage, and the chain fails if there
+    is one.
     """
+    own = own or {}
     results: dict[str, dict[str, Any]] = {}
     before = None
     logits = None
@@ -260,6 +265,8 @@ def compare_chain(
             entry["gain"] = after / before if before and after is not None else None
             entry["role"] = _role(alone["status"], entry["gain"])
             before = after
+            if stage in own and limit is not None:
+                entry |= _from_own_input(stage, *own[stage], chained[stage], valid, limit)
         except (StageError, ValueError) as error:
             entry |= _failed(error if isinstance(error, StageError) else StageError(f"{stage}: {error}"))
             before = None
@@ -275,6 +282,25 @@ def compare_chain(
         "stages": results,
         "logits": logits,
     }
+
+
+def _from_own_input(
+    stage: str, golden: Path, noise: Path, chained: Path, valid: np.ndarray, limit: float
+) -> dict[str, Any]:
+    """Judges a stage of a chain as one that runs alone, from its own input; of its taps a chain has the output alone.
+
+    Says nothing if the input could not be read.
+
+    Raises:
+        StageError: if the golden failed on this input.
+    """
+    found = compare_stage(stage, golden, noise, chained, valid, limit)
+    if found["status"] == "missing":
+        return {}
+    if found["status"] == "error":
+        raise StageError(found["reason"])
+    out = found["taps"][OUT]
+    return {"own_input": True, "wrong": out["status"] == "fail", "why": out["reason"], "excess": out.get("excess")}
 
 
 def _strayed(mine: Tensor, wanted: Tensor, variant: Tensor, valid: np.ndarray) -> dict[str, Any]:

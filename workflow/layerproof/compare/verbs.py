@@ -27,7 +27,7 @@ def add_verbs(verbs: Verbs) -> None:
     """Adds `compare`, `compare-chain` and `bisect` to the command line."""
     files = "golden", "noise", "port", "tokens"
     add_job_verb(verbs, "compare", compare, "Compares every tap of stages with the golden.", *files)
-    files = "golden", "port", "comparisons", "noise", "tokens"
+    files = "golden", "port", "comparisons", "noise", "own_golden", "own_noise", "tokens"
     add_job_verb(verbs, "compare-chain", compare_chain, "Compares a chain with the golden's trajectory.", *files)
     text = "Finds the first stage at which the port goes wrong on its own outputs, by bisection."
     files = "golden", "noise", "weights", "tokens", "config", "previous"
@@ -70,10 +70,13 @@ def compare_chain(args: argparse.Namespace) -> None:
             {path.stem: read_json(path) for path in args.comparisons},
             Tokens.read(args.tokens).valid,
             {path.stem: path for path in args.noise},
+            {golden.stem: (golden, noise) for golden, noise in zip(args.own_golden, args.own_noise, strict=True)},
+            job.arguments["limit"],
         )
         write_json(output, content)
 
-    run_tasks(args, [task(args, job, [*args.golden, *args.port, *args.comparisons, *args.noise, args.tokens], work)])
+    files = [*args.golden, *args.port, *args.comparisons, *args.noise, *args.own_golden, *args.own_noise]
+    run_tasks(args, [task(args, job, [*files, args.tokens], work)])
 
 
 def bisect(args: argparse.Namespace) -> None:

@@ -48,6 +48,10 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and available else "cpu")
 
 
+OWN = f"golden/{OUT}"
+"""The tensor in the file of the stage before that a stage reads: the golden's own output."""
+
+
 def make_stage(
     stage: str,
     directory: Path,
@@ -60,6 +64,7 @@ def make_stage(
     settings: Config,
     with_taps: bool = True,
     full_model: FullModel | None = None,
+    reads: str = OWN,
 ) -> None:
     """Runs a stage of the golden and writes `golden/TAP` in its dtype and `truth/TAP` in fp32.
 
@@ -67,8 +72,8 @@ def make_stage(
     (`feeds.measure`), and to `noise` how far legitimate variants of the golden are from the truth. That is a file of its
     own, so that it is not an input of the port.
 
-    The input is `golden/out` in the previous stage's file: the golden follows its own trajectory, and the truth of
-    every stage starts from the same input. One variant follows its own trajectory too, `chained/out` in the noise
+    The input is what it `reads` from the previous stage's file, `golden/out` as a rule: the golden follows its own
+    trajectory, and the truth of every stage starts from the same input. One variant follows its own trajectory too, `chained/out` in the noise
     files: it shows how far a correct port may stray in a chain. `settings` contain the config's `golden` and
     `model.trust_remote_code`. A stage that only feeds others runs without truth, noise and taps (`with_taps` is False).
 
@@ -79,7 +84,7 @@ def make_stage(
         StageError: if weights or input are missing or damaged.
     """
     device = device_of(full_model.model, stage) if full_model else resolve_device(settings.golden.device)
-    fed = handed.stage_input(previous, stage)
+    fed = handed.stage_input(previous, stage, reads)
     stage_input = hdf5.to_torch(fed.out).to(device) if fed else None
     given = {name: hdf5.to_torch(tensor).to(device) for name, tensor in fed.handed.items()} if fed else {}
     ids, valid = torch.from_numpy(tokens.ids).to(device), torch.from_numpy(tokens.valid).to(device)

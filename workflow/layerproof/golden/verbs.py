@@ -79,11 +79,13 @@ def run_golden(args: argparse.Namespace) -> None:
             from layerproof.model.tokens import Tokens
 
             description, ids = read_json(weights), Tokens.read(prompts)
-            model = start() if job.config.golden.mode == "whole" else None
+            reads = job.arguments.get("reads", stage.OWN)
+            model = start() if job.config.golden.mode == "whole" and reads == stage.OWN else None
             if isinstance(model, Exception):
                 raise model
-            with_taps = job.arguments["with_taps"]
-            stage.make_stage(job.stage, job.checkpoint, description, ids, *files, job.config, with_taps, model)  # type: ignore[arg-type]
+            with_taps = job.arguments.get("with_taps", True)
+            args = job.stage, job.checkpoint, description, ids, *files
+            stage.make_stage(*args, job.config, with_taps, model, reads)  # type: ignore[arg-type]
 
         inputs = [path for path in (weights, args.tokens, args.config, *before) if path]
         return task(args, job, inputs, work)

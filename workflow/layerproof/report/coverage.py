@@ -30,7 +30,7 @@ def what_was_compared(
         + ", ".join(f"{count} {status}" for status, count in counts.items() if count),
         "Chains": ", ".join(f"{chain['chain']} ({counted(len(chain['stages']), 'stage')})" for chain in chains)
         + ("; their R and gain do not affect the verdict" if chains else "none")
-        + (f", but how far {CAPTURED} strays does" if any(chain["chain"] == CAPTURED for chain in chains) else ""),
+        + (f", but whether {CAPTURED} is right does" if any(chain["chain"] == CAPTURED for chain in chains) else ""),
         "Inputs": _inputs_text(_prompt_lengths(comparisons), config.inputs),
         "Golden": f"{golden.dtype} on {_devices(comparisons, 'golden')}; truth in float32",
         "Port": f"{port.module if port.backend != 'transformers' else 'transformers'}, {port.dtype} on "

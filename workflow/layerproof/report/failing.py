@@ -80,13 +80,18 @@ def _together(group: Sequence[Failure]) -> Failure:
 
 
 def _of_chain(chain: ChainComparison) -> Failure:
+    first = chain["first_wrong"] or ""
+    entry = chain["stages"][first]
+    how = f"in chain {chain['chain']}, although it passes alone"
     return {
         "status": "fail",
-        "stages": [chain["first_wrong"] or ""],
+        "stages": [first],
         "tap": None,
-        "excess": None,
+        "excess": entry.get("excess"),
         "cause": None,
-        "text": f"Chain {chain['chain']} goes wrong by this stage at the latest, although it passes alone.",
+        "text": f"It goes wrong from its own input {how}: {entry['why']}."
+        if entry.get("own_input")
+        else f"The port goes wrong by this stage at the latest {how}.",
         "help": [],
         "place": None,
     }

@@ -306,9 +306,11 @@ def _chained_text(chain: str, entry: Mapping[str, Any]) -> str:
         f"R {number(entry['R'])}, propagated error {number(entry['propagated_error'])}, gain {number(entry['gain'])}"
     )
     said = f"In chain {chain}: it {entry['role'] or 'runs'}; {found}, local error {number(entry['local_error'])}."
-    return said + (
-        " It is further from the golden than right models get on their own outputs." if entry.get("wrong") else ""
-    )
+    if not entry.get("wrong"):
+        return said
+    if entry.get("own_input"):
+        return f"{said} From its own captured input it is wrong: {entry['why']}."
+    return f"{said} It is further from the golden than right models get on their own outputs."
 
 
 def _routing_text(routing: Mapping[str, Any]) -> str:

@@ -96,6 +96,12 @@ def verdict_sentences(
     ]
 
 
+_AS_CHAIN = (
+    "Of {} the output of the stage before was not captured, so only how far it strays from the golden's own trajectory "
+    "is known."
+)
+
+
 def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
     """The result for the captured compiled model, if there is one; `alone` says whether every stage passes alone."""
     for chain in chains:
@@ -104,14 +110,22 @@ def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
             order = [stage for stage, entry in chain["stages"].items() if entry["status"] not in NOT_COMPARED]
             if not order:
                 return []
+            own = [stage for stage in order if chain["stages"][stage].get("own_input")]
+            others = [stage for stage in order if stage not in own]
+            said = [_AS_CHAIN.format(ranges(others))] if own and others else []
+            if not first and own:
+                return [f"The captured compiled model is right from the captured inputs of {ranges(own)}.", *said]
             if not first:
                 return [f"The captured compiled model strays no further than a correct port does ({ranges(order)})."]
             before = order[: order.index(first)]
             where = f"{f'after {before[-1]}, ' if before else ''}by {first} at the latest"
+            if first in own:
+                where = f"at {first}: from its captured input, {chain['stages'][first]['why']}"
             if not alone:
-                return [f"The captured compiled model goes wrong {where}."]
+                return [f"The captured compiled model goes wrong {where}.", *said]
             return [
                 f"Every stage passes alone, but the captured compiled model goes wrong {where}.",
+                *said,
                 "The mistake is neither in the code of the stages nor in their weights as they ran here. Look at what "
                 "compiling the full model adds: other weights or prompts, ranks and their slices, constants, compiler "
                 "flags, kernels.",
