@@ -99,9 +99,10 @@ def save(model_type: str, directory: Path, seed: int) -> None:
                 elif parameter.endswith("tid2eid"):  # the experts of each token id, all of them the first at first
                     tensor.copy_(torch.rand(len(tensor), 8).argsort(-1)[:, : tensor.shape[1]])
         ids = torch.randint(3, 90, (2, 16))
-        if all(_is_finite(model.to(dtype), ids) for dtype in (torch.float32, torch.bfloat16)):
-            model.save_pretrained(directory, max_shard_size="200KB")
-            return
+        if _is_finite(model, ids):
+            model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="200KB")
+            if _is_finite(_whole(directory), ids):
+                return
     raise ValueError("the logits are not finite")
 
 
@@ -147,13 +148,20 @@ def _judge(row: Row, directory: Path) -> None:
         row.outcome, row.sentence = "not the model", "the golden's logits are not those of the whole model"
 
 
-def _is_whole(made: Path, prompts: tokens.Tokens, golden: Path) -> bool:
-    """Whether the golden's logits are, bit for bit, those of the whole model as transformers runs it."""
+def _whole(directory: Path) -> Any:
+    """The model as transformers loads it, in bf16."""
     import torch
     import transformers
 
-    architecture = getattr(transformers, checkpoint.read_config(made)["architectures"][0])
-    model = architecture.from_pretrained(made, dtype=torch.bfloat16).eval()
+    architecture = getattr(transformers, checkpoint.read_config(directory)["architectures"][0])
+    return architecture.from_pretrained(directory, dtype=torch.bfloat16).eval()
+
+
+def _is_whole(made: Path, prompts: tokens.Tokens, golden: Path) -> bool:
+    """Whether the golden's logits are, bit for bit, those of the whole model as transformers runs it."""
+    import torch
+
+    model = _whole(made)
     ids, mask = torch.from_numpy(prompts.ids), torch.from_numpy(prompts.valid).long()
     with torch.no_grad():
         whole = model(input_ids=ids, attention_mask=mask, use_cache=False).logits

@@ -41,6 +41,14 @@ def test_the_last_stage_that_hands_a_tensor_over_counts(tmp_path):
     assert given(second, "layer_002") == {"kv": 2}
 
 
+def test_the_last_one_counts_whether_it_is_for_all_or_for_one(tmp_path):
+    embed = write(tmp_path / "embed.h5", kv__layer_002=tensor(1))
+    first = write(tmp_path / "layer_000.h5", embed, kv=tensor(2))
+    assert given(first, "layer_002") == {"kv": 2}
+    second = write(tmp_path / "layer_001.h5", first, kv__layer_002=tensor(3))
+    assert given(second, "layer_002") == {"kv": 3}
+
+
 def test_what_follows_the_layers_gets_what_the_last_layer_gets(tmp_path):
     embed = write(tmp_path / "embed.h5", blocks__layer_001=tensor(4))
     last = write(tmp_path / "layer_001.h5", write(tmp_path / "layer_000.h5", embed))

@@ -73,9 +73,10 @@ def make_stage(
     own, so that it is not an input of the port.
 
     The input is what it `reads` from the previous stage's file, `golden/out` as a rule: the golden follows its own
-    trajectory, and the truth of every stage starts from the same input. One variant follows its own trajectory too, `chained/out` in the noise
-    files: it shows how far a correct port may stray in a chain. `settings` contain the config's `golden` and
-    `model.trust_remote_code`. A stage that only feeds others runs without truth, noise and taps (`with_taps` is False).
+    trajectory, and the truth of every stage starts from the same input. One variant follows its own trajectory too,
+    `chained/out` in the noise files: it shows how far a correct port may stray in a chain. `settings` contain the
+    config's `golden` and `model.trust_remote_code`. A stage that only feeds others runs without truth, noise and taps
+    (`with_taps` is False).
 
     With `full_model`, the stage runs where its weights are, and its output is the one from the run of the
     full model. The file's attribute `alone` is the relative L2 between that output and the one of the stage run alone.

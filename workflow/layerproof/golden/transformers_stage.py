@@ -204,13 +204,19 @@ class _StageRun:
         for name, dims in self.parts.inputs.get(stage, {}).items():
             if name in tensors and tensors[name].numel() and not tensors[name].is_meta:
                 self.found.setdefault(name, {})[stage] = tensors[name], dims
-        if any(cast("int", layer_of(later)) > index for later in self.parts.inputs):
+        if any(_number(later) > index for later in self.parts.inputs):
             return
+        first = cast("int", self.ends_at)
         for name, of_stages in self.found.items():
-            is_one = len({id(tensor) for tensor, _ in of_stages.values()}) == 1
+            get_it = [later for later, of in self.parts.inputs.items() if name in of and _number(later) >= first]
+            is_one = len({id(tensor) for tensor, _ in of_stages.values()}) == 1 and len(of_stages) == len(get_it)
             for stage, (tensor, dims) in [*of_stages.items()][: 1 if is_one else None]:
                 tap(f"{OUT}/{name}" if is_one else f"{OUT}/{name}.{stage}", self._as_tap(tensor, dims))
         raise TapsDone
+
+
+def _number(stage: str) -> int:
+    return cast("int", layer_of(stage))
 
 
 def check_submodules(model: PreTrainedModel, own_taps: Mapping[str, str]) -> None:

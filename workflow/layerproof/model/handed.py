@@ -50,14 +50,13 @@ def stage_input(previous: Path | None, stage: str | None, name: str = f"golden/{
 
 
 def for_stage[T](values: Mapping[str, T], stage: str) -> dict[str, T]:
-    """Selects what a layer gets from values by the names that they are handed over under, by their names there."""
-    found = {}
-    for name, value in values.items():
-        plain, _, of_stage = name.rpartition(".")
-        is_for_one = of_stage.startswith("layer_")
-        if not is_for_one or of_stage == stage:
-            found[plain if is_for_one else name] = value
-    return found
+    """Selects what a layer gets from values by the names that they are handed over under, by their names there.
+
+    What is for one layer counts before what is for all.
+    """
+    of_all = {name: value for name, value in values.items() if not name.rpartition(".")[2].startswith("layer_")}
+    of_one = {name.removesuffix(f".{stage}"): value for name, value in values.items() if name.endswith(f".{stage}")}
+    return of_all | of_one
 
 
 def _read(path: Path, name: str) -> Tensor:
@@ -83,12 +82,22 @@ def sources(previous: Path | None, output: Path, group: str, taps: Mapping[str, 
         assert previous is not None
         file = os.path.relpath(previous.parent / source["file"], output.parent)
         found[name] = {**source, "file": file}
-    for name, tensor in taps.items():
-        if name.startswith(f"{OUT}/"):
-            digest = hashlib.sha256(tensor.data[...].tobytes()).hexdigest()
-            of = {"file": output.name, "tensor": f"{group}/{name}", "sha256": digest}
-            found[name.removeprefix(f"{OUT}/")] = of
-    return found
+    own = {}
+    for name, tensor in of_outputs(taps).items():
+        digest = hashlib.sha256(tensor.data[...].tobytes()).hexdigest()
+        own[name] = {"file": output.name, "tensor": f"{group}/{OUT}/{name}", "sha256": digest}
+    return after(found, own)
+
+
+def of_outputs[T](taps: Mapping[str, T]) -> dict[str, T]:
+    """What a stage hands over among its taps, by its name."""
+    return {name.removeprefix(f"{OUT}/"): value for name, value in taps.items() if name.startswith(f"{OUT}/")}
+
+
+def after[T](earlier: Mapping[str, T], own: Mapping[str, T]) -> dict[str, T]:
+    """What is handed over behind a stage that adds its `own`; what is for all layers replaces what was for one."""
+    kept = {name: value for name, value in earlier.items() if name.partition(".layer_")[0] not in own}
+    return kept | dict(own)
 
 
 def _sources(path: Path | None) -> dict[str, Any]:

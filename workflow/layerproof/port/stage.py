@@ -218,7 +218,7 @@ def run_chain(
             job = replace(job, stage=stage, description=descriptions[stage], handed=handed.for_stage(given, last_layer))
             outputs = prepare_stage(job).forward(with_taps=False)
             output = outputs.pop(OUT)
-            given |= {name.removeprefix(f"{OUT}/"): tensor for name, tensor in outputs.items()}
+            given = handed.after(given, handed.of_outputs(outputs))
             job = replace(job, x=output.to(job.dtype))  # as a stage reads it from a file
         return hdf5.to_array(hdf5.storable(_on_host({OUT: output})[OUT]))
 

@@ -22,7 +22,7 @@ from layerproof.shapes import (
     Verdicts,
     Worst,
 )
-from layerproof.taps import OUT
+from layerproof.taps import OUT, is_output
 
 SCHEMA_VERSION = 3
 GROUPS: tuple[tuple[Group, str], ...] = (
@@ -84,15 +84,16 @@ def _stage(comparison: Comparison, chains: Sequence[ChainComparison], culprits: 
         }
         for name, tap in comparison["taps"].items()
     }
-    out: Output = {"R": None, "excess": None}
-    if OUT in taps:
-        out = {"R": taps[OUT]["R"], "excess": taps[OUT]["excess"]}
+    outputs: dict[str, Output] = {
+        name: {"R": tap["R"], "excess": tap["excess"]} for name, tap in taps.items() if is_output(name)
+    }
+    out: Output = outputs.setdefault(OUT, {"R": None, "excess": None})
     through = [chain["stages"] for chain in chains if comparison["stage"] in chain["stages"]]
     chained = max(through, key=len)[comparison["stage"]] if through else None
     return {
         "status": comparison["status"],
         "reason": comparison["reason"],
-        "isolated": {**out, "outputs": {OUT: out}, "taps": taps},
+        "isolated": {**out, "outputs": outputs, "taps": taps},
         "chained": {"R": chained.get("R"), "gain": chained.get("gain"), "role": chained.get("role")}
         if chained
         else None,
