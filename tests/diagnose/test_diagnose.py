@@ -144,3 +144,28 @@ def test_no_cause_is_named_of_a_tap_just_above_its_limit(model, tmp_path):
     assert (little["cause"], little["nearest"], little["tried"]) == (None, None, 0)
     assert "too little to tell one cause from another" in little["findings"][0]
     assert much["tried"] > 0
+
+
+PADS = "    def forward(self, x, positions, valid):\n        x = x + self.self_attn(", (
+    "    def forward(self, x, positions, valid):\n"
+    "        more = 128 - x.shape[1]\n"
+    "        x, valid = F.pad(x, (0, 0, 0, more)), F.pad(valid, (0, more))\n"
+    "        positions = torch.arange(128, device=x.device)\n"
+    "        x = x + self.self_attn("
+)
+HEADS_FIRST = (
+    'q = tap("attn.q_rot", rotate(q, positions, self.theta))',
+    'q = tap("attn.q_rot", rotate(q, positions, self.theta).transpose(1, 2)).transpose(1, 2)',
+)
+
+
+def test_a_port_for_longer_prompts_with_heads_first_is_judged_and_diagnosed_as_any(model, tmp_path):
+    right = harness.run(model, STAGE, port_source(PADS, HEADS_FIRST), tmp_path / "right")
+    assert right.comparison["status"] == "pass", right.comparison["reason"]
+    layouts = {name: tap.get("layout") for name, tap in right.comparison["taps"].items()}
+    assert layouts["attn.q_rot"] == "[batch, heads, seq, head_dim]"
+    assert layouts["attn.k_rot"] == "[batch, 128 positions, heads, head_dim]"
+    assert layouts["out"] is None and right.comparison["port"]["positions"] == 128
+    wrong = harness.run(model, STAGE, port_source(PADS, HEADS_FIRST, SIGMOID), tmp_path / "wrong")
+    (culprit,) = wrong.culprits
+    assert (culprit["tap"], culprit["cause"]["name"]) == ("router.scores", "router_sigmoid")

@@ -11,6 +11,7 @@ import numpy as np
 
 from layerproof.compare.bisect import Strayed
 from layerproof.compare.ranks import Ranks
+from layerproof.compare.relaid import as_golden
 from layerproof.errors import StageError, StageMissing
 from layerproof.measure.logits import compare_logits
 from layerproof.measure.metrics import compare, judge
@@ -104,9 +105,12 @@ def compare_taps(
 ) -> dict[str, Any]:
     """Compares a stage's tensors, in the order of `wanted`: status, taps, routing and errors.
 
+    A tap whose layout is not the golden's is read in the golden's, and has its own as `layout`.
+
     `noise` may cover all taps, some or none; `fed` says what feeds each tap, and which taps a port need not hand over.
     Taps are compared on the declared threads.
     """
+    found, layouts = as_golden(found, wanted)
     optional = _optional(fed)
     before = choices_of_taps(list(wanted), fed)
     routings = _routings(found, wanted, truth, valid, noise, before)
@@ -138,6 +142,8 @@ def compare_taps(
             is_sum_right = summed is not None and judge(summed, *sides)["status"] == "pass"
             if reason := ranks.reason(name, found[name], wanted[name], is_sum_right):
                 tap |= {"status": "fail", "reason": reason}
+        if name in layouts:
+            tap["layout"] = layouts[name]
         return tap
 
     compared = list(_expected(wanted, found, fed))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from layerproof.compare.audit import moved_by_compiling
+from layerproof.compare.relaid import as_golden, can_be_forced
 from layerproof.compare.stage import compare_taps
 from layerproof.config import Config, changed
 from layerproof.diagnose.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
@@ -142,13 +143,14 @@ def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) ->
     wanted = hdf5.read_group(files.golden, "golden")
     with hdf5.reading(files.golden) as file:
         feeds = hdf5.feeds(file)
-    isolated, forced = (hdf5.read_group(path, "port") for path in (files.port, files.forced))
-    # A tap that the port did not hand over in the golden's shape could not be forced on the port, so it is not forced
-    # on the golden either.
+    given = hdf5.read_group(files.forced, "port")
+    isolated, forced = (as_golden(taps, wanted)[0] for taps in (hdf5.read_group(files.port, "port"), given))
+    # A tap that the port did not hand over in a layout that is the golden's without doubt could not be forced on the port,
+    # so it is not forced on the golden either.
     golden_taps = {
         name: hdf5.to_torch(tensor).to(device)
         for name, tensor in wanted.items()
-        if name != OUT and name in forced and forced[name].shape == tensor.shape
+        if name != OUT and name in given and can_be_forced(name, given[name], wanted)
     }
     bf16, exact = load(stage, device)
 

@@ -191,8 +191,12 @@ def _write(
     attributes: Mapping[str, Any],
     documents: Mapping[str, Any] | None = None,
 ) -> None:
-    taps = {name: hdf5.to_array(hdf5.storable(found[name])) for name in in_order(found)}
-    hdf5.write(output, {"port": taps}, valid=runner.tokens.valid, attributes=attributes, documents=documents)
+    out = _without_padding(found[OUT], runner)
+    padded = {} if out is found[OUT] else {"positions": found[OUT].shape[1]}
+    taps = {name: hdf5.to_array(hdf5.storable(tensor)) for name, tensor in {**found, OUT: out}.items()}
+    ordered = {name: taps[name] for name in in_order(taps)}
+    attributes = {**attributes, **padded}
+    hdf5.write(output, {"port": ordered}, valid=runner.tokens.valid, attributes=attributes, documents=documents)
 
 
 def run_chain(
@@ -219,8 +223,16 @@ def run_chain(
             outputs = prepare_stage(job).forward(with_taps=False)
             output = outputs.pop(OUT)
             given = handed.after(given, handed.of_outputs(outputs))
+            output = _without_padding(output, runner)
             job = replace(job, x=output.to(job.dtype))  # as a stage reads it from a file
         return hdf5.to_array(hdf5.storable(_on_host({OUT: output})[OUT]))
+
+
+def _without_padding(output: torch.Tensor, runner: Runner) -> torch.Tensor:
+    """A stage's output without positions beyond the prompts, which a port computes that is compiled for longer ones."""
+    batch, seq = runner.tokens.ids.shape
+    is_longer = output.ndim == 3 and output.shape[0] == batch and output.shape[1] > seq
+    return output[:, :seq] if is_longer else output
 
 
 def _on_host(taps: Taps) -> Taps:

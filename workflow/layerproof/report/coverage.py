@@ -101,6 +101,7 @@ def what_was_not_compared(
         were = "was" if len(taps) == 1 or (not taps and len(found) == 1) else "were"
         said = reason.replace("this tap", "these taps") if len(taps) > 1 else reason
         sentences.append(f"{what} {were} not compared: {with_period(said)}")
+    sentences += _layouts(comparisons)
     left_out = {one["stage"]: one["routing"]["left_out"] for one in comparisons if one["routing"]}
     if sum(left_out.values()):
         sentences.append(
@@ -127,6 +128,28 @@ def what_was_not_compared(
         sentences.append(f"Positions from {max(lengths)} on: no prompt is longer.")
     sentences.append("Whole prompts in one pass were compared; decoding token by token with a cache was not.")
     return sentences
+
+
+def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
+    """Which taps the port has in another layout, and whether it computes more positions than the prompts have."""
+    found: dict[str, dict[str, list[str]]] = {}
+    positions: dict[int, list[str]] = {}
+    for comparison in comparisons:
+        if "positions" in (comparison.get("port") or {}):
+            positions.setdefault(comparison["port"]["positions"], []).append(comparison["stage"])
+        for name, tap in comparison["taps"].items():
+            if tap.get("layout"):
+                found.setdefault(tap["layout"], {}).setdefault(name, []).append(comparison["stage"])
+    sentences = [
+        f"The port's {listed(list(taps))} {'has' if len(taps) == 1 else 'have'} the layout {layout} and "
+        f"{'was' if len(taps) == 1 else 'were'} read in the golden's "
+        f"({ranges(list(dict.fromkeys(stage for stages in taps.values() for stage in stages)))})."
+        for layout, taps in found.items()
+    ]
+    return sentences + [
+        f"The port computes {count} positions ({ranges(stages)}). Those beyond the prompts are padding and were left out."
+        for count, stages in positions.items()
+    ]
 
 
 def _experts_without_tokens(comparisons: Sequence[Comparison]) -> list[str]:

@@ -80,7 +80,7 @@ def _stage(comparison: Comparison, chains: Sequence[ChainComparison], culprits: 
             "R": tap.get("R"),
             "excess": tap.get("excess"),
             "worst": _worst(tap),
-            "layout": None,
+            "layout": tap.get("layout"),
         }
         for name, tap in comparison["taps"].items()
     }

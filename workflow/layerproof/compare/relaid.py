@@ -1,0 +1,46 @@
+"""Reads a port's taps in the golden's layout, where theirs is another that holds the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from layerproof.layouts import Layout, layouts
+from layerproof.taps import is_output
+from layerproof.tensors.tensor import Tensor
+
+
+def as_golden(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The port's taps in the golden's layout, and by tap the layout that the port has where it is another.
+
+    Outputs stay as they are: later stages read them. Where more than one layout fits, the one counts whose numbers are
+    nearest to the golden's.
+    """
+    shapes = {name: tensor.shape for name, tensor in wanted.items()}
+    taps, texts = dict(found), {}
+    for name in (name for name in wanted if name in found and not is_output(name)):
+        known = layouts(name, found[name].shape, shapes)
+        if known:
+            read = [_read(found[name], one, shapes[name]) for one in known]
+            best = min(range(len(known)), key=lambda one: _distance(read[one], wanted[name])) if len(known) > 1 else 0
+            taps[name], texts[name] = read[best], known[best].text
+    return taps, texts
+
+
+def can_be_forced(name: str, found: Tensor, wanted: Mapping[str, Tensor]) -> bool:
+    """Whether `tap` puts the golden's tensor in place of the port's: their layouts leave no doubt."""
+    shapes = {one: tensor.shape for one, tensor in wanted.items()}
+    return found.shape == shapes[name] or len(layouts(name, found.shape, shapes)) == 1
+
+
+def _read(tensor: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
+    return Tensor(np.ascontiguousarray(layout.read(np.asarray(tensor.data[...]), shape)), tensor.dtype)
+
+
+def _distance(tensor: Tensor, golden: Tensor) -> float:
+    if tensor.dtype_class != "float" or golden.dtype_class != "float":
+        return 0.0
+    mine, its = (one.floats(one.data[...]) for one in (tensor, golden))
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.nan_to_num(np.abs(mine - its), nan=0.0, posinf=0.0).sum())
