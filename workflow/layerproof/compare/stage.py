@@ -113,6 +113,7 @@ def compare_taps(
     found, layouts = as_golden(found, wanted)
     optional = _optional(fed)
     before = choices_of_taps(list(wanted), fed)
+    selections = {selection_of(name) for name in wanted if is_choice(name)}
     routings = _routings(found, wanted, truth, valid, noise, before)
     routing = routings.get(CHOICE)
     experts = experts_chosen(truth) if routing else None
@@ -123,7 +124,7 @@ def compare_taps(
         masks = [routings[choice].left_out for choice in before[name]]
         left_out = np.logical_or.reduce(masks) if masks else None
         counted = valid
-        if left_out is not None and name.split(".")[-1] == "selection":
+        if left_out is not None and name in selections:
             counted = valid & ~left_out  # an earlier choice rules out others there, with an Inf
         sides = wanted[name], truth[name], counted, limit, left_out, noise.get(name)
         mine = found[name]

@@ -259,10 +259,10 @@ def _tapped(name: str, function: Callable, shape: torch.Size) -> Callable:
 class _Steps(TorchFunctionMode):
     """Taps operations of a layer that modules do not show.
 
-    Of a router, these are its product, the result of sigmoid or softmax, and the input of the top-k. Of every other top-k
-    they are `MODULE.selection`, what it is taken of, and `MODULE.choice`, the places in ascending order; and of every
-    comparison in a router `MODULE.margin`, by how much the first is larger. Where these are nearly tied, noise decides
-    what follows (`measure.choices`).
+    Of a router, these are its product, the result of sigmoid or softmax, and the input of the top-k. Of every other
+    top-k, and of the largest number in a router, they are `MODULE.selection`, what it is taken of, and `MODULE.choice`,
+    the places in ascending order; and of every comparison in a router `MODULE.margin`, by how much the first is larger.
+    Where these are nearly tied, noise decides what follows (`measure.choices`).
     """
 
     def __init__(self, shape: torch.Size, router: str | None, num_experts: int) -> None:
@@ -283,7 +283,16 @@ class _Steps(TorchFunctionMode):
         if name == "topk":
             if in_router and self._is_by_expert(positional[0]):
                 return func(_flat("router.selection", positional[0], self.shape), *args[1:], **kwargs)
-            return self._choice(func, args, kwargs)
+            dim = positional[2] if len(args) > 2 else kwargs.get("dim", -1)
+            return torch.return_types.topk(self._choice(func(*args, **kwargs), positional[0], dim))
+        if (
+            in_router
+            and name == "max"
+            and isinstance(dim := positional[1] if len(args) > 1 else kwargs.get("dim"), int)
+        ):
+            keepdim = bool(positional[2] if len(args) > 2 else kwargs.get("keepdim", False))
+            values, places = self._choice(func(positional[0], dim, keepdim=True), positional[0], dim)
+            return torch.return_types.max((values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim)))
         if in_router and name in COMPARISONS and len(args) == 2:
             return self._compared(COMPARISONS[name], *args)
         result = func(*args, **kwargs)
@@ -296,25 +305,26 @@ class _Steps(TorchFunctionMode):
     def _is_by_expert(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() == self.shape.numel() * self.num_experts and tensor.shape[-1] == self.num_experts
 
-    def _choice(self, func: Callable, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Taps a top-k along the last dim of a tensor with dims of batch and seq."""
-        result = func(*args, **kwargs)
-        places = result[1]
-        layout, of_places = layout_of(args[0], self.shape), layout_of(places, self.shape)
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-        if layout is None or of_places is None or dim not in (-1, args[0].ndim - 1):
-            return result
+    def _choice(self, result: Any, taken_of: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Taps the places of the largest numbers along the last dim of a tensor with dims of batch and seq.
+
+        `result` is what torch found, values and places; so is what is returned.
+        """
+        values, places = result
+        layout, of_places = layout_of(taken_of, self.shape), layout_of(places, self.shape)
+        if layout is None or of_places is None or dim not in (-1, taken_of.ndim - 1):
+            return values, places
         name = self._next("choice")
         # Masks rule out by the lowest number of the dtype, which is another one in fp32.
         lowest = torch.finfo(torch.bfloat16).min / 2
-        selection = args[0].masked_fill(args[0] <= lowest, -torch.inf)
+        selection = taken_of.masked_fill(taken_of <= lowest, -torch.inf)
         tap(name.replace("choice", "selection"), layout.show(selection))
         ordered = of_places.show(places).sort(-1).values.int()
         chosen = tap(name, ordered)
         if chosen is ordered:
-            return result  # another order of the choice would change the order of sums
+            return values, places  # another order of the choice would change the order of sums
         places = of_places.back(chosen.long())
-        return torch.return_types.topk((args[0].gather(-1, places), places))
+        return taken_of.gather(-1, places), places
 
     def _compared(self, is_true: Callable[[torch.Tensor], torch.Tensor], first: Any, second: Any) -> torch.Tensor:
         margin = first - second
