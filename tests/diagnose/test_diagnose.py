@@ -146,12 +146,15 @@ def test_no_cause_is_named_of_a_tap_just_above_its_limit(model, tmp_path):
     assert much["tried"] > 0
 
 
-PADS = "    def forward(self, x, positions, valid):\n        x = x + self.self_attn(", (
-    "    def forward(self, x, positions, valid):\n"
-    "        more = 128 - x.shape[1]\n"
-    "        x, valid = F.pad(x, (0, 0, 0, more)), F.pad(valid, (0, more))\n"
-    "        positions = torch.arange(128, device=x.device)\n"
-    "        x = x + self.self_attn("
+PADS = (
+    "    def forward(self, x, positions, valid):\n        x = x + self.self_attn(",
+    (
+        "    def forward(self, x, positions, valid):\n"
+        "        more = 128 - x.shape[1]\n"
+        "        x, valid = F.pad(x, (0, 0, 0, more)), F.pad(valid, (0, more))\n"
+        "        positions = torch.arange(128, device=x.device)\n"
+        "        x = x + self.self_attn("
+    ),
 )
 HEADS_FIRST = (
     'q = tap("attn.q_rot", rotate(q, positions, self.theta))',

@@ -218,8 +218,8 @@ def then(statement):
     [
         ("x[0, 0, 0]", "shape"),
         ("x[0, 0]", "shape"),
-        ("x.flatten(0, 1)", "shape"),
-        ("torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))", "shape"),
+        ("x.flatten(0, 1)[1:]", "shape"),
+        ("torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))", "times what is allowed"),
         ("x.to(torch.float8_e4m3fn)", "times what is allowed"),
         ("x.double()", "times what is allowed"),
         ("x.to(torch.int16)", "is int64 where"),
@@ -257,6 +257,20 @@ def test_taps_that_change_the_output_are_told(golden, tmp_path, change, by_what)
         run_edited(golden, tmp_path, MOE_OUT, then(f"MoE.calls = getattr(MoE, 'calls', 0) + 1; out = {change}"))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_a_token_that_goes_to_other_experts_with_taps_is_compared_with_taps(golden, tmp_path, tokens):
+    """Two graphs round differently, and a near-tie then is decided otherwise; five tokens are too many for that."""
+    where = f"torch.arange(out.numel(), device=out.device).reshape(out.shape) < {tokens} * out.shape[-1]"
+    edit = then(f"MoE.calls = getattr(MoE, 'calls', 0) + 1; out = out * (1 + 2.0 * (MoE.calls % 2) * ({where}))")
+    if tokens == 5:
+        with pytest.raises(StageError, match="taps change the stage's output"):
+            run_edited(golden, tmp_path, MOE_OUT, edit)
+        return
+    assert run_edited(golden, tmp_path, MOE_OUT, edit) == {}, "the run with taps is right"
+    with hdf5.reading(tmp_path / "layer_001.h5") as file:
+        assert hdf5.attributes(file)["other_choices"] == tokens
+
+
 def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):
     choice = 'tap("router.choice", choice.sort(-1).values.int())'
     assert run_edited(golden, tmp_path, choice, choice.replace("int()", "to(torch.uint8)")) == {}
@@ -268,7 +282,11 @@ def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):
         ('"attn.v": "attention.v_proj"', '"attn.v": "attention"', None),
         (MOE_OUT, then('tap("mlp.out", (x, x))'), 'tap: "mlp.out" is a tuple, not a tensor. Write tap'),
         (MOE_OUT, then('tap("mlp.sum", x)'), 'tap: "mlp.sum" is not a tap. '),
-        (MOE_OUT, "        return (x, None)\n", "layer_001: the port returns tuple, not one tensor"),
+        (
+            MOE_OUT,
+            "        return (x, None)\n",
+            "layer_001: the port returns tuple, neither one tensor nor",
+        ),
         (
             "        return Layer(config, dtype)\n",
             "        return None\n",

@@ -62,7 +62,7 @@ def layouts(name: str, shape: Sequence[int], wanted: Mapping[str, Sequence[int]]
     None for a tap of the golden's shape: it is not re-ordered.
     """
     golden = tuple(wanted[name])
-    if tuple(shape) == golden or len(golden) < 3 or 0 in (*shape, *golden):
+    if tuple(shape) == golden or len(golden) < 3 or len(shape) < 2 or 0 in (*shape, *golden):
         return []
     found = list(_same_numbers(tuple(shape), golden))
     if not found and name in FUSED:

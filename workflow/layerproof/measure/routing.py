@@ -59,7 +59,7 @@ class Routing:
         """Says why the choice fails; None if every flip is a near-tie and there are no more flips than chance explains.
 
         A correct port is just another variant of the golden. So it flips at no more new experts' tokens than golden and
-        variants flip together, plus EXACT_ALLOWANCE of all tokens (at least one token). Other choices may have many exact
+        variants flip together, plus EXACT_ALLOWANCE of all tokens (at least two tokens). Other choices may have many exact
         ties, as among scores that a ReLU makes zero, which every implementation breaks in its own way.
         """
         what = "experts" if choice == CHOICE else "places"
@@ -67,7 +67,7 @@ class Routing:
         if not wrong.any():
             usual_flips = self.golden_flips | self.variant_flips
             others, usual = int((self.excused & ~usual_flips).sum()), int(usual_flips.sum())
-            if choice == CHOICE and others > usual + max(1.0, EXACT_ALLOWANCE * self.tokens):
+            if choice == CHOICE and others > usual + max(2.0, EXACT_ALLOWANCE * self.tokens):
                 return (
                     f"the port chooses other experts than the truth for {int(self.flips.sum())} of {self.tokens} tokens, by "
                     f"margins within the noise, but no variant of the golden does so for {others} of them, too many for "

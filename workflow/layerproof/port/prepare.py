@@ -50,8 +50,17 @@ class StageRun:
         if stage_input is None:
             return cls(runner, stage, description, dtype, ids, valid, ids, {})
         tensors = {name: hdf5.to_torch(one) for name, one in {OUT: stage_input.out, **stage_input.handed}.items()}
-        moved = {name: (one.to(dtype) if one.is_floating_point() else one).to(device) for name, one in tensors.items()}
+        moved = {name: in_dtype(one, runner).to(device) for name, one in tensors.items()}
         return cls(runner, stage, description, dtype, ids, valid, moved.pop(OUT), moved)
+
+
+def in_dtype(tensor: torch.Tensor, runner: Runner) -> torch.Tensor:
+    """What a stage is given, in the port's dtype; models of transformers themselves may keep their residuals in fp32."""
+    dtype = getattr(torch, runner.settings.port.dtype)
+    keeps_its_own = (
+        not runner.port and dtype.itemsize < tensor.dtype.itemsize and runner.settings.golden.dtype != "float32"
+    )
+    return tensor.to(dtype) if tensor.is_floating_point() and not keeps_its_own else tensor
 
 
 @dataclass(frozen=True)

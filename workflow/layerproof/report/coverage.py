@@ -134,7 +134,10 @@ def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
     """Which taps the port has in another layout, and whether it computes more positions than the prompts have."""
     found: dict[str, dict[str, list[str]]] = {}
     positions: dict[int, list[str]] = {}
+    chosen: dict[str, int] = {}
     for comparison in comparisons:
+        if "other_choices" in (comparison.get("port") or {}):
+            chosen[comparison["stage"]] = comparison["port"]["other_choices"]
         if "positions" in (comparison.get("port") or {}):
             positions.setdefault(comparison["port"]["positions"], []).append(comparison["stage"])
         for name, tap in comparison["taps"].items():
@@ -146,6 +149,11 @@ def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
         f"({ranges(list(dict.fromkeys(stage for stages in taps.values() for stage in stages)))})."
         for layout, taps in found.items()
     ]
+    if chosen:
+        sentences.append(
+            f"With taps the port chooses other experts at {counted(sum(chosen.values()), 'token')} than without "
+            f"({ranges(list(chosen))}), at near-ties. The outputs that were compared are those with taps."
+        )
     return sentences + [
         f"The port computes {count} positions ({ranges(stages)}). Those beyond the prompts are padding and were left out."
         for count, stages in positions.items()
