@@ -381,7 +381,24 @@ def test_what_is_wrong_is_told_in_one_line(raw, told):
 
 def test_a_dotted_module_and_another_backend_need_no_file():
     resolve(changed(port__module="installed.port"))
-    resolve(changed(port__module="gone.py", port__backend="transformers"))
+    unmodified = resolve(changed(port__backend="transformers")).settings.port
+    assert unmodified.module is None, "the default is for ports"
+
+
+def test_a_patch_is_asked_of_a_module_for_a_model_of_transformers(tmp_path):
+    (tmp_path / "patched.py").write_text("def patch(model, part, stage): ...")
+    assert resolve(
+        changed(port__module=str(tmp_path / "patched.py"), port__backend="transformers")
+    ).settings.port.module
+    (tmp_path / "port.py").write_text("def build(stage): ...\ndef convert(stage, weights): ...")
+    message = message_of(changed(port__module=str(tmp_path / "port.py"), port__backend="transformers"))
+    assert "port.py: the function patch is missing." in message
+    assert message.endswith("Write port.module: null to run the unmodified model.")
+    for backend in ("xla", "nxdi"):
+        message = message_of(changed(port__module=None, port__backend=backend))
+        assert message == (
+            f"config.yaml: port.module: is null. With port.backend {backend}, name a Python file or a module."
+        )
 
 
 def checkpoint_at(directory, **files):

@@ -127,7 +127,8 @@ class Outcome:
 
 def port_settings(path: Path | None, dtype: str = "bfloat16") -> Config:
     """The config for a port in this file, or for unmodified transformers without one."""
-    return config_with(port={"backend": "transformers" if path is None else "xla", "module": str(path), "dtype": dtype})
+    module = None if path is None else str(path)
+    return config_with(port={"backend": "xla" if module else "transformers", "module": module, "dtype": dtype})
 
 
 def run(

@@ -48,7 +48,7 @@ def failures(results, out, stage):
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_unmodified_transformers_stages_pass_on_xla(model_type, golden_of, tmp_path):
     golden = golden_of(model_type)
-    stages = run(golden / "model", golden, tmp_path, SETTINGS | {"backend": "transformers"})
+    stages = run(golden / "model", golden, tmp_path, SETTINGS | {"backend": "transformers", "module": None})
     for stage in stages:
         failed = failures(golden, tmp_path, stage)
         assert failed == {}, stage

@@ -147,6 +147,9 @@ class Nxdi(Section):
     """NxD's own CPU mode (NXD_CPU_MODE, gloo), without XLA; port.device is then ignored."""
 
 
+SHIPPED_PORT = "workflow/ports/minimax_m2.py"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port(Section):
     """The implementation under test."""
@@ -156,10 +159,10 @@ class Port(Section):
     backend: Literal["xla", "nxdi", "transformers"] = "xla"
     """xla runs port.module on an XLA device. nxdi runs the model of NxD Inference that port.module defines there
     (docs/nxdi.md). transformers runs the unmodified transformers stage there, which checks the compiler and the
-    hardware and needs no module."""
-    module: NotEmpty = "workflow/ports/minimax_m2.py"
-    """Python file, or dotted name of an installed module, that defines the port (docs/ports.md), or with nxdi the
-    model."""
+    hardware and needs no module; or with a module, the stage as its `patch` changes it."""
+    module: NotEmpty | None = SHIPPED_PORT
+    """Python file, or dotted name of an installed module, that defines the port (docs/ports.md), with nxdi the model,
+    or with transformers the function patch; then the default is null, the unmodified model."""
     device: Literal["auto", "CPU", "NEURON", "TPU"] = "auto"
     """PJRT device; auto means $PJRT_DEVICE, and CPU if that is not set."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -178,6 +181,10 @@ class Port(Section):
     """Passed to the port unchanged."""
     nxdi: Nxdi = field(default_factory=Nxdi)
     """How a model of NxD Inference is run, with backend nxdi (docs/nxdi.md)."""
+
+    def __post_init__(self) -> None:
+        if self.backend == "transformers" and self.module == SHIPPED_PORT:
+            object.__setattr__(self, "module", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

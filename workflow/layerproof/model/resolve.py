@@ -75,13 +75,21 @@ def resolve(raw: Mapping[str, Any]) -> Run:
     return Run(settings, num_layers, tuple(layers), chains, captured_files)
 
 
+FUNCTIONS = {"xla": ("build", "convert"), "nxdi": (), "transformers": ("patch",)}
+"""What port.module must define, by port.backend."""
+
+
 def _located(settings: Config) -> Config:
     """The settings with paths in their normal form, of shipped files as they are found from here."""
     module = settings.port.module
+    if module is None and settings.port.backend != "transformers":
+        raise UserError(
+            f"config.yaml: port.module: is null. With port.backend {settings.port.backend}, name a Python file or a module."
+        )
     return changed(
         settings,
         model=changed(settings.model, checkpoint=os.path.normpath(shipped(settings.model.checkpoint))),
-        port=changed(settings.port, module=str(shipped(module)) if module.endswith(".py") else module),
+        port=changed(settings.port, module=str(shipped(module)) if module and module.endswith(".py") else module),
     )
 
 
@@ -160,10 +168,10 @@ def _check_port(port: Port, tp: int) -> None:
             f"config.yaml: port.compile: stages compiled by neuron run only on Neuron, but port.device is {port.device}. "
             "Write port.device: NEURON, or port.compile: xla."
         )
-    if port.backend != "transformers":
+    if port.module:
         _check_module(port.module)
-    if port.backend != "transformers" and port.module.endswith(".py"):
-        _check_source(Path(port.module), ("build", "convert") if port.backend == "xla" else ())
+    if port.module and port.module.endswith(".py"):
+        _check_source(Path(port.module), FUNCTIONS[port.backend])
 
 
 def _check_module(name: str) -> None:
@@ -188,7 +196,10 @@ def _check_source(path: Path, functions: Sequence[str]) -> None:
         raise UserError(f"{path}: {line}. Correct the port's file.") from None
     for function in functions:
         if not _may_define(tree, function):
-            raise UserError(f"{path}: the function {function} is missing. docs/ports.md says what a port defines.")
+            unmodified = " Write port.module: null to run the unmodified model." if function == "patch" else ""
+            raise UserError(
+                f"{path}: the function {function} is missing. docs/ports.md says what a port defines.{unmodified}"
+            )
 
 
 def _may_define(tree: ast.Module, name: str) -> bool:

@@ -56,6 +56,12 @@ class Stage:
     checkpoint: Path
 
 
+class Patch(Protocol):
+    """Changes a model of transformers that has the weights of one stage; `part` is the module of that stage in it."""
+
+    def __call__(self, model: nn.Module, part: nn.Module, stage: Stage) -> object: ...
+
+
 class Port(Protocol):
     """A port: a user's module, or an object that stands in for one."""
 

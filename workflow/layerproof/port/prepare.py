@@ -17,7 +17,7 @@ from layerproof.model import checkpoint
 from layerproof.model.handed import StageInput
 from layerproof.model.stages import EMBED, layer_of
 from layerproof.port import compiled, provenance
-from layerproof.port.contract import Call, Stage, Taps
+from layerproof.port.contract import Call, Patch, Stage, Taps
 from layerproof.port.runner import Runner
 from layerproof.taps import OUT, collecting, forward_place, note_place, tap
 from layerproof.tensors import hdf5
@@ -100,9 +100,7 @@ def prepare_stage(job: StageRun) -> _Ready:
 def _prepare_port(job: StageRun) -> _Ready:
     port, directory = job.runner.port, job.runner.directory
     assert port is not None
-    config, shape = checkpoint.read_config(directory), (job.ids.shape[0], job.ids.shape[1])
-    options = copy.deepcopy(job.runner.settings.port.options)  # a port may change what it is given
-    stage = Stage(job.stage, layer_of(job.stage), config, job.dtype, options, shape, directory)
+    stage = _described_stage(job)
     module = port.build(stage)
     if not isinstance(module, nn.Module):
         raise StageError(f"{job.stage}: build() returns {type(module).__name__}, not a torch.nn.Module.")
@@ -189,7 +187,7 @@ def _entry(tensor: torch.Tensor, sources: Iterable[str]) -> dict[str, Any]:
 
 
 def _prepare_transformers(job: StageRun) -> _Ready:
-    """The unmodified transformers stage, except that its experts run with static shapes, which compilers need."""
+    """The transformers stage, as the port's `patch` changes it; its experts run with static shapes, which compilers need."""
     from layerproof.golden.transformers_stage import run_stage, stage_module
     from layerproof.model import loading
     from layerproof.model.experts import STATIC_EXPERTS, register
@@ -198,6 +196,12 @@ def _prepare_transformers(job: StageRun) -> _Ready:
     directory, trust = job.runner.directory, job.runner.settings.model.trust_remote_code
     model = loading.meta_stage(directory, job.stage, trust, job.dtype, experts_implementation=STATIC_EXPERTS)
     loading.load_stage(model, job.stage, directory, job.description, torch.device("cpu"))
+    of: dict[str, list[str]] = {}
+    for name, entry in job.description["tensors"].items():
+        of.setdefault(entry["parameter"], []).append(name)
+    parameters = {name: _entry(model.get_parameter_or_buffer(name), sources) for name, sources in of.items()}
+    if job.runner.patch:
+        _patch(job, job.runner.patch, model)
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(job.ids.device))
     own_taps = job.runner.settings.golden.taps
 
@@ -207,10 +211,6 @@ def _prepare_transformers(job: StageRun) -> _Ready:
         given = dict(zip(job.handed, others, strict=True))
         return run_stage(model, job.stage, fed, ids, valid, with_taps, forced, own_taps=own_taps, handed=given)
 
-    of: dict[str, list[str]] = {}
-    for name, entry in job.description["tensors"].items():
-        of.setdefault(entry["parameter"], []).append(name)
-    parameters = {name: _entry(model.get_parameter_or_buffer(name), sources) for name, sources in of.items()}
     reads = dict.fromkeys(job.description["tensors"], 1)
     signature = _signature(stage_module(model, job.stage), job.x)
 
@@ -220,6 +220,28 @@ def _prepare_transformers(job: StageRun) -> _Ready:
 
     inputs = job.x, job.ids, job.valid, *job.handed.values()
     return _Ready(model, inputs, others, call, signature, {"reads": reads, "parameters": parameters})
+
+
+def _patch(job: StageRun, patch: Patch, model: nn.Module) -> None:
+    """Lets a port change the stage's module in a model of transformers.
+
+    Raises:
+        StageError: if a parameter of the stage has no value then.
+    """
+    from layerproof.golden.transformers_stage import stage_module
+
+    part = stage_module(cast("Any", model), job.stage)
+    patch(model, part, _described_stage(job))
+    left = [name for name, tensor in (*part.named_parameters(), *part.named_buffers()) if tensor.is_meta]
+    if left:
+        raise StageError(f"{job.stage}: patch() leaves {left[0]} without a value. Create it on the CPU.")
+
+
+def _described_stage(job: StageRun) -> Stage:
+    config, directory = checkpoint.read_config(job.runner.directory), job.runner.directory
+    options = copy.deepcopy(job.runner.settings.port.options)  # a port may change what it is given
+    shape = (job.ids.shape[0], job.ids.shape[1])
+    return Stage(job.stage, layer_of(job.stage), config, job.dtype, options, shape, directory)
 
 
 def _items(stage: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -19,7 +19,7 @@ from layerproof.config import Config
 from layerproof.distributed import process_group
 from layerproof.errors import StageError, UserError
 from layerproof.model.tokens import Tokens
-from layerproof.port.contract import Port
+from layerproof.port.contract import Patch, Port
 from layerproof.rerun.recorder import FromSource
 from layerproof.taps import check_known
 
@@ -33,6 +33,7 @@ class Runner:
     settings: Config
     environment: process_group.Environment
     port: Port | None
+    patch: Patch | None
 
     @classmethod
     def start(cls, directory: Path, tokens: Tokens, settings: Config) -> Runner:
@@ -53,15 +54,25 @@ class Runner:
             environment = process_group.initialise("cpu" if on_cpu else "xla", port.device)
         except process_group.DistributedError as error:
             raise UserError(str(error)) from error.__cause__
-        module, default_dtype = (None, torch.float32)
-        if port.backend != "transformers":
-            module, default_dtype = _loaded(port.module)
+        module, default_dtype = _loaded(port.module) if port.module else (None, torch.float32)
         torch.set_default_dtype(default_dtype)
-        return cls(directory, tokens, settings, environment, module and _port(port, module, settings.golden.taps))
+        started = cls(directory, tokens, settings, environment, None, None)
+        if module is None:
+            return started
+        if port.backend == "transformers":
+            return replace(started, patch=_patch(port.module or "", module))
+        return replace(started, port=_port(port, module, settings.golden.taps))
+
+
+def _patch(name: str, module: ModuleType) -> Patch:
+    if not callable(patch := getattr(module, "patch", None)):
+        raise StageError(f"{name}: the function patch is missing. See docs/ports.md for what it does.")
+    return patch
 
 
 def _port(settings: config.Port, module: ModuleType, own_taps: Collection[str]) -> Port:
     """The port: the module itself, or the NxD Inference model that it defines."""
+    assert settings.module is not None
     if settings.backend == "nxdi":
         from layerproof.port import nxdi
 

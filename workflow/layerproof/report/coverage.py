@@ -23,6 +23,7 @@ def what_was_compared(
     for _, _, tap in all_taps(comparisons):
         counts[tap["status"]] += 1
     golden, port, ranks = config.golden, config.port, config.parallel.tp
+    code = [*(["transformers"] if port.backend == "transformers" else []), *([port.module] if port.module else [])]
     compared = {
         "Model": config.model.checkpoint,
         "Stages": f"{len(comparisons)}: {ranges([comparison['stage'] for comparison in comparisons])}",
@@ -33,7 +34,7 @@ def what_was_compared(
         + (f", but whether {CAPTURED} is right does" if any(chain["chain"] == CAPTURED for chain in chains) else ""),
         "Inputs": _inputs_text(_prompt_lengths(comparisons), config.inputs),
         "Golden": f"{golden.dtype} on {_devices(comparisons, 'golden')}; truth in float32",
-        "Port": f"{port.module if port.backend != 'transformers' else 'transformers'}, {port.dtype} on "
+        "Port": f"{' with '.join(code)}, {port.dtype} on "
         f"{f'{ranks} ranks on ' if ranks > 1 else ''}{_devices(comparisons, 'port')}",
         "Rule": f"a tap passes if R is at most {config.compare.limit:g} times what legitimate variants of the golden "
         "reach, where R is the error of the port in units of the error of the golden, both against the fp32 truth, "

@@ -23,7 +23,7 @@ def public(config: Config) -> Config:
         model=changed(config.model, checkpoint=Path(config.model.checkpoint).name),
         inputs=changed(inputs, prompts=_name(inputs.prompts), token_ids=_name(inputs.token_ids)),
         golden=changed(config.golden, storage=config.golden.storage and LEFT_OUT),
-        port=changed(port, module=Path(port.module).name, captured=_name(port.captured)),
+        port=changed(port, module=_name(port.module), captured=_name(port.captured)),
         containers=changed(
             containers, **{side: Path(getattr(containers, side)).name for side in ("golden", "port", "cpu")}
         ),

@@ -1,0 +1,66 @@
+"""transformers' own stage with one piece exchanged, as a kernel or a fusion is tried."""
+
+import pytest
+from test_port import SETTINGS, failures, run
+
+from layerproof.errors import StageError
+
+pytestmark = pytest.mark.slow
+
+NORM = '''
+import torch
+
+class Norm(torch.nn.Module):
+    """A norm of one's own with the weight of the model's."""
+
+    def __init__(self, weight, eps):
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+def patch(model, part, stage):
+    assert stage.layer == 1 and stage.name == "layer_001" and stage.options == {"eps": EPS}
+    assert part is model.model.layers[1]
+    part.input_layernorm = Norm(part.input_layernorm.weight, stage.options["eps"])
+'''
+
+
+def patched(golden, tmp_path, source, options=None):
+    """Reason of every tap of layer 1 that does not pass, of the model that this patch changes."""
+    (tmp_path / "patch.py").write_text(source)
+    settings = SETTINGS | {"backend": "transformers", "module": str(tmp_path / "patch.py"), "options": options or {}}
+    run(golden / "model", golden, tmp_path, settings, ["layer_001"])
+    return failures(golden, tmp_path, "layer_001")
+
+
+@pytest.fixture(scope="module")
+def golden(golden_of):
+    return golden_of("qwen3")
+
+
+def test_a_patch_that_does_nothing_leaves_the_model_as_it_is(golden, tmp_path):
+    assert patched(golden, tmp_path, "def patch(model, part, stage):\n    pass\n") == {}
+
+
+def test_a_kernel_that_computes_the_same_passes(golden, tmp_path):
+    assert patched(golden, tmp_path, NORM.replace("EPS", "1e-06"), {"eps": 1e-6}) == {}
+
+
+def test_a_kernel_that_does_not_fails_at_its_own_tap(golden, tmp_path):
+    found = patched(golden, tmp_path, NORM.replace("EPS", "0.01"), {"eps": 0.01})
+    assert next(iter(found)) == "input_norm"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("part.more = torch.nn.Linear(2, 2, device='meta')", "layer_001: patch() leaves more.weight without a value"),
+        ("part.no_such_module.weight", "no_such_module"),
+    ],
+)
+def test_a_patch_that_goes_wrong_is_told(golden, tmp_path, body, message):
+    with pytest.raises((StageError, AttributeError), match=message.replace("(", r"\(").replace(")", r"\)")):
+        patched(golden, tmp_path, f"import torch\ndef patch(model, part, stage):\n    {body}\n")
