@@ -46,7 +46,7 @@ def stage_input(previous: Path | None, stage: str | None, name: str = f"golden/{
     if stage is not None:
         sources = for_stage(sources, stage if layer_of(stage) is not None else previous.stem)
     found = {plain: _read(previous.parent / source["file"], source["tensor"]) for plain, source in sources.items()}
-    return StageInput(_read(previous, name), found, previous)
+    return StageInput(_read(previous, name), found, previous.absolute())  # a port may change the directory
 
 
 def for_stage[T](values: Mapping[str, T], stage: str) -> dict[str, T]:

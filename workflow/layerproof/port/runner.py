@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -34,6 +34,7 @@ class Runner:
     environment: process_group.Environment
     port: Port | None
     patch: Patch | None
+    process: int = field(default_factory=os.getpid)
 
     @classmethod
     def start(cls, directory: Path, tokens: Tokens, settings: Config) -> Runner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +215,8 @@ def _write(
     attributes: Mapping[str, Any],
     documents: Mapping[str, Any] | None = None,
 ) -> None:
+    if os.getpid() != runner.process:
+        os._exit(0)  # a copy of the process that the port's code forked: the first one writes
     out = _without_padding(found[OUT], runner)
     padded = {} if out is found[OUT] else {"positions": found[OUT].shape[1]}
     taps = {name: hdf5.to_array(hdf5.storable(tensor)) for name, tensor in {**found, OUT: out}.items()}

@@ -29,6 +29,7 @@ from layerproof.rerun import children, fingerprint
 from layerproof.rerun.job import Job
 from layerproof.rerun.recorder import Seen, lasting, recording
 from layerproof.rerun.records import Record, described, why_stale
+from layerproof.rerun.traces import leaving_no_trace
 from layerproof.tensors import pruning
 
 log = logging.getLogger(__name__)
@@ -77,9 +78,8 @@ def run(task: Task, leave_error: LeaveError | None = None, force: bool = False) 
     facts: Mapping[str, Any] | None = None
     error = None
     seen = dict(_kept)
-    directory = os.getcwd()
     forget_peak_memory()
-    with _heartbeat(job.name), recording(seen):
+    with _heartbeat(job.name), recording(seen), leaving_no_trace():
         try:
             facts = task.work()
         except (Exception, SystemExit) as exception:
@@ -88,7 +88,6 @@ def run(task: Task, leave_error: LeaveError | None = None, force: bool = False) 
             if not isinstance(exception, StageError):
                 traceback.print_exc()
             error = as_stage_error(exception)
-    os.chdir(directory)  # where a port may have left it
     _ran.update(lasting(seen))
     if error is not None and leave_error is not None:
         print(f"error: {error}", file=sys.stderr)
