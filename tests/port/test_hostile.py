@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 DOES = {
     "the default dtype": "torch.set_default_dtype(torch.float64)",
     "the default device": "torch.set_default_device('meta')",
+    "the default device, to none": "torch.set_default_device(None)",
     "the number of threads": "torch.set_num_threads(7)",
     "the working directory": "os.chdir('/')",
     "random states": "random.seed(1), np.random.seed(1), torch.manual_seed(1)",
@@ -30,6 +31,7 @@ def state():
     return [
         torch.get_default_dtype(),
         torch.ones(1).device,
+        default_device(),
         torch.get_num_threads(),
         os.getcwd(),
         random.getstate(),
@@ -39,6 +41,13 @@ def state():
         np.geterr(),
         torch.are_deterministic_algorithms_enabled(),
     ]
+
+
+def default_device():
+    try:
+        return torch.get_default_device()
+    except AttributeError as error:  # what transformers gets, too, after set_default_device(None)
+        return str(error)
 
 
 @pytest.mark.parametrize("what", DOES)

@@ -2,8 +2,8 @@
 
 The packages, in the order in which data flows. None imports one further down:
 
-    the ground floor    errors, files, known_errors, environment, devices, failures, digests, threads, paths, shapes, taps,
-                        wording, running, config
+    the ground floor    errors, files, known_errors, environment, devices, failures, digests, threads, paths, shapes,
+                        layouts, taps, wording, running, config
     warm                jobs start from a process that has imported the large packages
     tensors             the tensor type, and the HDF5 files that hold tensors
     rerun               which code a job ran, its record, and whether it must run again

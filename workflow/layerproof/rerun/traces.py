@@ -55,7 +55,7 @@ def _torch() -> list[Callable[[], object]]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     return [
         lambda: torch.set_default_dtype(dtype),
-        lambda: _device(torch) == device or torch.set_default_device(device),
+        lambda: _device(torch) == device or torch.set_default_device(device or "cpu"),
         lambda: torch.set_num_threads(threads),
         lambda: torch.random.set_rng_state(state),
         lambda: torch.set_grad_enabled(grad),
@@ -64,19 +64,18 @@ def _torch() -> list[Callable[[], object]]:
 
 
 def _device(torch: Any) -> Any:
-    """The default device, None for the one that torch begins with."""
+    """The default device."""
     try:
-        device = torch.get_default_device()
-    except AttributeError:  # torch 2.9 after set_default_device(None)
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.9 after set_default_device(None), which breaks transformers as well
         return None
-    return None if device.type == "cpu" else device
 
 
 def _torch_as_imported() -> None:
     """Importing torch takes longer than most jobs, so what the block imported gets its defaults."""
     if torch := sys.modules.get("torch"):
         torch.set_default_dtype(torch.float32)
-        if _device(torch) is not None:
-            torch.set_default_device(None)
+        if _device(torch) != torch.device("cpu"):
+            torch.set_default_device("cpu")
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
