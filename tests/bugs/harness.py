@@ -169,7 +169,7 @@ def run(
         subject = FailedStage(stage, model.checkpoint, descriptions, model.prompts, before, SETTINGS, LIMIT)
         diagnosis = diagnose(subject, comparison, files)
     out = comparison["taps"]["out"]
-    effect = max(map(_effect, comparison["taps"].values()))
+    effect = max(map(effect_of, comparison["taps"].values()))
     return Outcome(
         verdicts={"layerproof": comparison["status"] != "pass", **_other_rules(out)},
         failed=failed,
@@ -181,7 +181,7 @@ def run(
     )
 
 
-def _effect(tap: dict[str, Any]) -> float:
+def effect_of(tap: dict[str, Any]) -> float:
     """R of a tap, or of its worst group, in units of the band; infinite if it fails without an R."""
     if tap.get("weighted_R") is None or not tap["band"]:
         return float("inf") if tap["status"] == "fail" and tap.get("kind") != "exact" else 0.0

@@ -1,4 +1,4 @@
-"""`make families SEED=N`: judges every causal language model of the installed transformers as its own port.
+"""`make families SEED=N`: judges every causal language model of transformers as its own port, and with a drawn mistake.
 
     python tests/families/run.py [--seed N] [--output results/families.jsonl] [TYPE ...]
 
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -65,13 +66,29 @@ def ended(model_type: str, seed: int, directory: Path, error: Exception) -> dict
     why = f"takes more than {SECONDS} s" if isinstance(error, TimeoutError) else "ends the process"
     outcome = "not on XLA" if at.startswith("port") else "crashed"
     row = {"model_type": model_type, "seed": seed, "outcome": outcome, "sentence": f"{at} {why}"}
-    return row | {"taps": 0, "stages": {}, "seconds": float(SECONDS)}
+    unknown = {"taps": 0, "modules": 0, "without_tap": [], "stages": {}, "mistake": None}
+    return row | unknown | {"seconds": float(SECONDS)}
 
 
 def line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['model_type']:28} {row['outcome']:12} {row['taps']:4} taps {row['seconds']:6} s  {row['sentence'] or ''}"
-    )
+    covered = f"{row['taps']:4} taps of {row['modules'] - len(row['without_tap'])}/{row['modules']} modules"
+    said = row["sentence"] or ""
+    if mistake := row["mistake"]:
+        expected, found = mistake["expected"], mistake["found"]
+        right = [what if expected[what] == found[what] else f"NOT {what}" for what in ("stage", "tap")]
+        said += f"{mistake['text']} in {expected['stage']}: {', '.join(right)}"
+        said += "" if expected["tap"] == found["tap"] else f" ({found['tap']} for {expected['tap']})"
+    return f"{row['model_type']:28} {row['outcome']:12} {covered} {row['seconds']:6} s  {said}"
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """The last line: how many types ended in which way, and how many of the drawn mistakes were found."""
+    outcomes = Counter(row["outcome"] for row in rows)
+    mistakes = [row["mistake"] for row in rows if row["mistake"]]
+    found = {what: sum(one["expected"][what] == one["found"][what] for one in mistakes) for what in ("stage", "tap")}
+    counts = [f"{outcome}: {count}" for outcome, count in outcomes.items()]
+    counts += [f"mistakes whose {what} is right: {count}/{len(mistakes)}" for what, count in found.items()]
+    return "; ".join(counts)
 
 
 def main() -> None:
@@ -99,8 +116,7 @@ def main() -> None:
         for thread in threads:
             thread.join()
     rows = [json.loads(text) for text in args.output.read_text().splitlines()]
-    counts = Counter(row["outcome"] for row in rows if row["seed"] == args.seed)
-    print(*(f"{outcome}: {count}" for outcome, count in counts.items()), sep="; ")
+    print(summary([row for row in rows if row["seed"] == args.seed]))
 
 
 if __name__ == "__main__":

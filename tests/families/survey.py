@@ -10,22 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from configs import config_with
-from families import configs
-from layerproof.compare.stage import compare_stage
+from families import configs, detection
+from families.one_process import Run
 from layerproof.errors import StageError, UserError
-from layerproof.golden import stage as golden_stage
-from layerproof.measure.rule import LIMIT
-from layerproof.model import checkpoint, handed, loading, tokens
-from layerproof.model.stages import all_stages, previous_stage
-from layerproof.port import stage as port_stage
-from layerproof.port.runner import Runner
+from layerproof.model import checkpoint, tokens
 from layerproof.tensors import hdf5
 
-LENGTHS = (23, 11, 30)
-"""Tokens of the prompts; the shorter ones are padded."""
 SPREADS = (1, 0.5, 0.25)
 """How far drawn weights lie apart, at first and after logits that are not finite."""
 
@@ -35,7 +25,8 @@ class Row:
     """What is known of one type.
 
     `outcome` is passed, false alarm, not the model (the golden's logits are others), refused, not on XLA, error, crashed,
-    or not run (plain transformers cannot).
+    or not run (plain transformers cannot). `modules` counts those with weights of their own. `mistake` says what was put
+    into one stage, and whether it was found.
     """
 
     model_type: str
@@ -43,9 +34,12 @@ class Row:
     outcome: str
     sentence: str | None = None
     taps: int = 0
+    modules: int = 0
+    without_tap: list[str] = field(default_factory=list)
     stages: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     trace: str | None = None
+    mistake: dict[str, Any] | None = None
 
 
 def judge(model_type: str, seed: int, directory: Path) -> Row:
@@ -62,11 +56,11 @@ def judge(model_type: str, seed: int, directory: Path) -> Row:
                 row.trace = traceback.format_exc()
                 return row
             _judge(row, directory)
-    except UserError as error:
-        row.outcome, row.sentence = "refused", str(error)
-        row.trace = traceback.format_exc()
     except StageError as error:
         row.outcome, row.sentence = "error", str(error)
+        row.trace = traceback.format_exc()
+    except UserError as error:
+        row.outcome, row.sentence = "refused", str(error)
         row.trace = traceback.format_exc()
     except Exception as error:
         row.sentence, row.trace = (
@@ -115,37 +109,26 @@ def _is_finite(model: Any, ids: Any) -> bool:
 
 
 def _judge(row: Row, directory: Path) -> None:
-    settings = config_with(golden={"device": "cpu"}, port={"backend": "transformers"})
-    made = directory / "checkpoint"
-    config = checkpoint.read_config(made)
-    layers = checkpoint.num_layers(config)
-    stages = all_stages(layers)
-    words = np.random.default_rng(row.seed)
-    prompts = tokens.pad([words.integers(3, 90, length).tolist() for length in LENGTHS], 0)
-    descriptions, _ = loading.describe_stages(made, stages, False)
-    for stage in stages:
-        before = previous_stage(stage, layers)
-        files = {part: directory / part / f"{stage}.h5" for part in ("golden", "noise", "port")}
-        for path in files.values():
-            path.parent.mkdir(exist_ok=True)
-        previous = [directory / part / f"{before}.h5" if before else None for part in ("golden", "noise")]
+    run = Run.of(directory, row.seed)
+    for stage in run.stages:
         (directory / "doing").write_text(f"golden/{stage}")
-        golden_stage.make_stage(
-            stage, made, descriptions[stage], prompts, *previous, files["golden"], files["noise"], settings
-        )
+        run.golden(stage)
         (directory / "doing").write_text(f"port/{stage}")
-        runner = Runner.start(made, prompts, settings)
-        fed = handed.stage_input(previous[0], stage)
-        port_stage.make_stage(runner, stage, descriptions[stage], fed, files["port"])
-        comparison = compare_stage(stage, files["golden"], files["noise"], files["port"], prompts.valid, LIMIT)
+        comparison = run.port(stage)
         row.taps += len(comparison["taps"])
+        modules = run.modules(stage)
+        row.modules += len(modules)
+        row.without_tap += [f"{stage}: {name}" for name, has_tap in modules.items() if not has_tap]
         row.stages[stage] = comparison["status"]
         if comparison["status"] != "pass":
             row.outcome, row.sentence = "false alarm", f"{row.sentence or ''}{stage}: {comparison['reason']} "
     if row.outcome == "crashed":
         row.outcome = "passed"
-    if not _is_whole(made, prompts, directory / f"golden/{stages[-1]}.h5"):
+    if not _is_whole(run.checkpoint, run.prompts, run.file("golden", run.stages[-1])):
         row.outcome, row.sentence = "not the model", "the golden's logits are not those of the whole model"
+    if row.outcome == "passed":
+        (directory / "doing").write_text("its mistake")
+        row.mistake = detection.of_one(run, row.seed)
 
 
 def _whole(directory: Path) -> Any:
