@@ -292,7 +292,7 @@ def test_pickle_is_refused(model):
     for path in model.glob("*.safetensors*"):
         path.unlink()
     (model / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
-    with pytest.raises(UserError, match=r"contains neither .* model\.checkpoint must name safetensors\.$"):
+    with pytest.raises(UserError, match=r"contains neither .* does not read pytorch_model\.bin"):
         describe(model)
 
 

@@ -60,7 +60,8 @@ class Model(Section):
     __pydantic_config__ = PYDANTIC
 
     checkpoint: NotEmpty = "workflow/resources/tiny_minimax_m2"
-    """Directory of a transformers causal language model with safetensors. The default is a small MiniMax-M2, trained
+    """Directory of a transformers causal language model with safetensors: in bf16, fp16 or fp32, or quantized by fp8, mxfp4,
+    mxfp8 or compressed-tensors, which transformers dequantizes as it loads. The default is a small MiniMax-M2, trained
     for half a minute on public-domain text, that comes with Layerproof."""
     trust_remote_code: bool = False
     """Whether transformers may run Python code that comes with the checkpoint."""

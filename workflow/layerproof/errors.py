@@ -7,6 +7,12 @@ def first_line(said: object) -> str:
     return lines[0] if lines else type(said).__name__ if isinstance(said, BaseException) else ""
 
 
+def one_line(said: object, limit: int = 300) -> str:
+    """Returns what was said in one line of at most `limit` characters; for an exception without a message, its type."""
+    text = " ".join(str(said).split()) or first_line(said)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 class UserError(Exception):
     """Bad input; the message names the file or key and the remedy. It is shown without a traceback."""
 

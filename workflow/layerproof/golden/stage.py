@@ -14,7 +14,7 @@ import torch
 from transformers.modeling_utils import str_to_torch_dtype
 
 from layerproof.config import Config, changed
-from layerproof.errors import UserError
+from layerproof.errors import StageError, UserError
 from layerproof.golden import feeds
 from layerproof.golden.transformers_stage import run_stage, stage_module
 from layerproof.golden.variants import split, variants
@@ -97,7 +97,10 @@ def make_stage(
     dtype = getattr(torch, settings.golden.dtype)
     model = full_model.model if full_model else load(stage, directory, description, device, dtype, settings)
     log.info("golden/%s: weights loaded, runs on %s", stage, _device_name(device))
-    golden = run(model, stage_input)
+    try:
+        golden = run(model, stage_input)
+    except IndexError as error:
+        raise _too_long(stage, model, tokens) or error from None
     attributes: dict[str, Any] = {"stage": stage, "device": _device_name(device)}
     if full_model:
         attributes["alone"] = full_model.change(stage, hdf5.to_torch(golden[OUT]))
@@ -132,6 +135,17 @@ def make_stage(
     hdf5.write(output, groups, valid=tokens.valid, attributes=attributes, documents=documents)
     measured = noise_of_taps(golden, list(others.values()), truth, tokens.valid, measured_feeds)
     write_noise(noise, measured, list(others), strayed)
+
+
+def _too_long(stage: str, model: PreTrainedModel, tokens: Tokens) -> StageError | None:
+    """The error if the prompts are longer than the model's table of positions, which may be why a lookup failed."""
+    positions, length = model.config.get_text_config(decoder=True).max_position_embeddings, tokens.ids.shape[1]
+    if length <= positions:
+        return None
+    return StageError(
+        f"{stage}: a prompt has {length} tokens, but the model has a table of {positions} positions. Write "
+        f"inputs.max_tokens: {positions}."
+    )
 
 
 def _without_unused_choices(taps: list[Fed]) -> list[Fed]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerproof.errors import StageError, UserError
+from layerproof.errors import StageError, UserError, one_line
 from layerproof.files import digest_of, read_json
 from layerproof.threads import mapped
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".safetensors")
+"""How files end that hold weights in a form that Layerproof does not read, or under a name of their own."""
+POINTER = b"version https://git-lfs"
+"""How a pointer begins that Git LFS leaves where it did not fetch the file."""
 READ_BYTES = 1 << 20
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 """The first number in a tensor's name is the layer, as in `model.layers.3.mlp.experts.7.w1.weight`."""
@@ -89,12 +95,47 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except FileNotFoundError:
-        raise UserError(f"{path}: does not exist. model.checkpoint must name a transformers checkpoint.") from None
+        raise UserError(f"{path}: does not exist. {_remedy_without_config(directory)}") from None
     except ValueError as error:
         raise UserError(f"{path}: is not JSON ({error}). Copy the file again.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: is not a JSON object. Copy the file again.")
     return config
+
+
+def transformers_config(directory: Path, trust_remote_code: bool) -> Any:
+    """Reads config.json as transformers does.
+
+    Raises:
+        UserError: if transformers does not know the architecture or rejects the config.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any kind: the code may come with the checkpoint
+        raise cannot_build(directory, error) from error
+
+
+def cannot_build(directory: Path, error: Exception) -> UserError:
+    """The error for a config.json of which transformers, or the code that comes with the checkpoint, makes no model."""
+    if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+        return UserError(
+            f"{directory}: the model is code that comes with the checkpoint. Read the code, and if you trust it, write "
+            "model.trust_remote_code: true."
+        )
+    return UserError(
+        f"{directory / CONFIG}: transformers cannot build this model ({type(error).__name__}: {one_line(error)}). "
+        "Correct the file or update transformers."
+    )
+
+
+def _remedy_without_config(directory: Path) -> str:
+    if (directory / ADAPTER).exists():
+        return f"There is an adapter beside it ({ADAPTER}). Merge it into its model, and name the merged checkpoint."
+    if snapshots := sorted((directory / "snapshots").glob("*")):
+        return f"This is a folder of the Hub's cache: name {snapshots[-1]}."
+    return "model.checkpoint must name a transformers checkpoint."
 
 
 def num_layers(config: Mapping[str, Any]) -> int:
@@ -106,14 +147,22 @@ def num_layers(config: Mapping[str, Any]) -> int:
     for part in (config, config.get("text_config") or {}):
         for key in NUM_LAYERS:
             if isinstance(part, dict) and isinstance(part.get(key), int):
-                return part[key]
+                return _at_least_one(key, part[key])
         for key in LAYER_LISTS:
             if isinstance(part, dict) and isinstance(part.get(key), list):
-                return len(part[key])
+                return _at_least_one(key, len(part[key]))
     raise UserError(
         "config.yaml: model.checkpoint: num_hidden_layers is missing in its config.json. "
         "Name the checkpoint of a decoder that transformers knows."
     )
+
+
+def _at_least_one(key: str, layers: int) -> int:
+    if layers < 1:
+        raise UserError(
+            f"config.yaml: model.checkpoint: its config.json has {layers} layers ({key}). Copy the file again."
+        )
+    return layers
 
 
 NUM_LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
@@ -144,7 +193,16 @@ def shards(directory: Path) -> list[str]:
         return names
     if (directory / SINGLE).exists():
         return [SINGLE]
-    raise UserError(f"{directory}: contains neither {INDEX} nor {SINGLE}. model.checkpoint must name safetensors.")
+    raise UserError(f"{directory}: contains neither {INDEX} nor {SINGLE}. {_remedy_without_weights(directory)}")
+
+
+def _remedy_without_weights(directory: Path) -> str:
+    for name in sorted(path.name for path in directory.iterdir()):
+        if SHARD.fullmatch(name):
+            return f"There is {name}, without the index. Copy the index, too."
+        if name.endswith(OTHER_FORMS):
+            return f"Layerproof does not read {name}. Save the model as transformers does (save_pretrained), and name that."
+    return "model.checkpoint must name safetensors."
 
 
 def read_shard_header(path: Path) -> dict[str, TensorOnDisk]:
@@ -155,6 +213,9 @@ def read_shard_header(path: Path) -> dict[str, TensorOnDisk]:
     """
     try:
         with open(path, "rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise StageError(f"{path}: is a pointer of Git LFS in place of the tensors. Run git lfs pull there.")
+            file.seek(0)
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
         base = 8 + length

@@ -27,8 +27,17 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int:
-    """The size of the vocabulary, by a checkpoint's config.json."""
-    return (config.get("text_config") or config).get("vocab_size") or config["vocab_size"]
+    """The size of the vocabulary, by a checkpoint's config.json.
+
+    Raises:
+        UserError: if the config does not state it.
+    """
+    size = (config.get("text_config") or config).get("vocab_size") or config.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise UserError(
+            "config.yaml: model.checkpoint: its config.json states no vocab_size of at least 1. Copy the file again."
+        )
+    return size
 
 
 def read_token_ids(path: Path, vocabulary: int) -> list[list[int]]:

@@ -18,7 +18,6 @@ import torch
 import transformers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -40,7 +39,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
-from layerproof.errors import StageError, UserError, first_line
+from layerproof.errors import StageError, UserError, first_line, one_line
 from layerproof.files import read_json, sha256
 from layerproof.model import fp8
 from layerproof.model.checkpoint import (
@@ -49,10 +48,12 @@ from layerproof.model.checkpoint import (
     SINGLE,
     TensorOfStage,
     TensorOnDisk,
+    cannot_build,
     describe,
     read_shard_header,
     shards,
     tensors_of_stage,
+    transformers_config,
 )
 from layerproof.model.parts import Parts, make_computed_buffers, parts_of
 from layerproof.model.stages import layer_of
@@ -73,14 +74,12 @@ def meta_model(
     Raises:
         UserError: if transformers does not know the architecture or rejects the config.
     """
+    config = transformers_config(directory, trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model = _from_config(config, trust_remote_code, dtype=dtype or torch.float32, **implementations)
-    except (ValueError, TypeError, KeyError, ImportError) as error:
-        raise UserError(
-            f"{directory / CONFIG}: transformers cannot build this model ({error}). Correct the file or update transformers."
-        ) from error
+    except Exception as error:  # of any kind: the code may come with the checkpoint
+        raise cannot_build(directory, error) from error
     _keep_fp32(model)
     return model.eval()
 
@@ -166,6 +165,7 @@ def conversion(model: PreTrainedModel) -> tuple[list[WeightTransform], HfQuantiz
     if dequantized is None:
         return get_model_conversion_mapping(model), None
     quantizer = AutoHfQuantizer.from_config(dequantized, pre_quantized=True)
+    quantizer.validate_environment()
     return get_model_conversion_mapping(model, hf_quantizer=quantizer), quantizer
 
 
@@ -195,7 +195,7 @@ def dequantizing(directory: Path, trust_remote_code: bool) -> Any:
     Raises:
         UserError: as `conversion` does.
     """
-    return _dequantizing(AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code))
+    return _dequantizing(transformers_config(directory, trust_remote_code))
 
 
 def _dequantizing(config: Any) -> Any:
@@ -206,7 +206,9 @@ def _dequantizing(config: Any) -> Any:
     try:
         dequantized = AutoQuantizationConfig.from_dict(dict(settings))
     except (ValueError, TypeError, ImportError) as error:
-        raise UserError(f"config.json: quantization_config: transformers cannot read it ({error}).") from error
+        raise UserError(
+            f"config.json: quantization_config: transformers cannot read it ({one_line(error)}). Correct the file."
+        ) from error
     if not hasattr(dequantized, "dequantize"):
         raise UserError(
             f"config.json: quantization_config: transformers cannot dequantize {settings.get('quant_method')} while "
@@ -329,8 +331,12 @@ def load_stage(
         name, message = sorted(loading.conversion_errors.items())[0]
         raise StageError(f"{stage}: {name} cannot be converted ({first_line(message)}).")
     # With a dequantiser, transformers does not cast the tensors that are not quantised.
-    for name in set(parameters.values()) - set(preloaded):
+    for name in sorted(set(parameters.values()) - set(preloaded)):
         tensor = model.get_parameter_or_buffer(name)
+        if tensor.is_floating_point() and tensor.itemsize == 1 and declared[name].itemsize > 1:
+            raise StageError(
+                f"{stage}: the checkpoint has no scales for {name}, which is FP8. Copy the checkpoint again."
+            )
         if tensor.dtype != declared[name] == torch.promote_types(tensor.dtype, declared[name]):
             replace_tensor(model, name, tensor.to(declared[name]))
     with torch.no_grad(), initialization.guard_torch_init_functions():

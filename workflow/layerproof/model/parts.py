@@ -18,6 +18,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel, initialization
@@ -134,6 +135,7 @@ class Unknowns(TorchDispatchMode):
         self.watched: dict[int, str] = {}
         self.used: set[str] = set()
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._numbers = _Numbers(device)
         self._is_on = False
 
     def start(self) -> None:
@@ -147,6 +149,14 @@ class Unknowns(TorchDispatchMode):
         if self._is_on:
             self._is_on = False
             self.__exit__(None, None, None)
+
+    def __enter__(self) -> Unknowns:
+        self._numbers.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._numbers.__exit__(*raised)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -182,6 +192,21 @@ class Unknowns(TorchDispatchMode):
             if is_unknown and DATA_DEPENDENT.intersection(func.tags):
                 raise CannotKnow(f"{func} needs values that depend on weights of other stages") from error
             raise
+
+
+class _Numbers(TorchFunctionMode):
+    """Makes tensors of Python's numbers on `device`: a dispatch mode sees them when their values are lost."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        named = dict(kwargs or {})
+        has_device = func in (torch.tensor, torch.as_tensor) and named.get("device") is not None
+        if has_device and torch.device(named["device"]).type == "meta" and not isinstance(args[0], torch.Tensor):
+            named["device"] = self.device
+        return func(*args, **named)
 
 
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -49,17 +49,13 @@ def resolve(raw: Mapping[str, Any]) -> Run:
     _check_port(settings.port, settings.parallel.tp)
     directory = Path(settings.model.checkpoint)
     if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
         raise UserError(
-            f"config.yaml: model.checkpoint: {directory} does not exist. Name a directory with a checkpoint, or leave "
+            f"config.yaml: model.checkpoint: {directory} {what}. Name a directory with a checkpoint, or leave "
             "the key out for the small model that comes with Layerproof."
         )
     described = checkpoint.read_config(directory)
-    method = (described.get("quantization_config") or {}).get("quant_method", "fp8")
-    if method != "fp8":
-        raise UserError(
-            f"config.yaml: model.checkpoint: {directory} is quantized by {method}, which is not supported. "
-            "Name a checkpoint in bf16 or fp8."
-        )
+    _check_quantization(directory, described.get("quantization_config"))
     _read_inputs(settings.inputs, described)
     num_layers = checkpoint.num_layers(described)
     checkpoint.shards(directory)
@@ -73,6 +69,25 @@ def resolve(raw: Mapping[str, Any]) -> Run:
     if captured_files:
         chains[captured.CHAIN] = tuple(captured_files)
     return Run(settings, num_layers, tuple(layers), chains, captured_files)
+
+
+DEQUANTIZED = ("fp8", "mxfp4", "mxfp8", "compressed-tensors")
+"""The methods by which a checkpoint may be quantised: transformers dequantises these as it loads them."""
+
+
+def _check_quantization(directory: Path, settings: Any) -> None:
+    if settings is None:
+        return
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    if method is None:
+        raise UserError(
+            f"{directory / checkpoint.CONFIG}: quantization_config does not say its quant_method. Copy the file again."
+        )
+    if method not in DEQUANTIZED:
+        raise UserError(
+            f"config.yaml: model.checkpoint: {directory} is quantized by {method}, which is not supported. "
+            f"Name a checkpoint in bf16, or quantized by {', '.join(DEQUANTIZED[:-1])} or {DEQUANTIZED[-1]}."
+        )
 
 
 FUNCTIONS = {"xla": ("build", "convert"), "nxdi": (), "transformers": ("patch",)}

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from layerproof.errors import UserError, first_line
+from layerproof.errors import UserError, one_line
 from layerproof.files import read_json, write_json
+from layerproof.model.checkpoint import transformers_config
 from layerproof.model.inputs import read_prompts, read_token_ids, vocabulary_of
 
 
@@ -68,17 +69,24 @@ def make(
         texts = read_prompts(prompts)
         from transformers import AutoTokenizer
 
+        transformers_config(directory, trust_remote_code)  # without a right one no tokenizer is found
         try:
             tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # of any kind: the code may come with the checkpoint
             raise UserError(
-                f"{directory}: has no usable tokenizer ({first_line(error)}). Set inputs.token_ids instead."
+                f"{directory}: has no usable tokenizer ({one_line(error)}). Set inputs.token_ids instead."
             ) from None
         rows = [tokenizer(text)["input_ids"] for text in texts]
         if not all(rows):
             raise UserError(
                 f"{prompts}: the tokenizer returns no tokens for prompt {rows.index([]) + 1}. Remove that prompt."
             )
+        for number, row in enumerate(rows, start=1):
+            if max(row) >= vocabulary:
+                raise UserError(
+                    f"{directory}: the tokenizer makes {max(row)} of a word in prompt {number}, but the model's ids end at "
+                    f"{vocabulary - 1} (vocab_size). Copy the tokenizer that belongs to the model."
+                )
         if tokenizer.pad_token_id in range(vocabulary):
             pad_id = tokenizer.pad_token_id
     for number, row in enumerate(rows, start=1):
