@@ -29,6 +29,11 @@ LENGTHS = (23, 11, 30)
 """Tokens of the prompts; the shorter ones are padded."""
 
 
+def drawn_prompts(seed: int) -> tokens.Tokens:
+    words = np.random.default_rng(seed)
+    return tokens.pad([words.integers(3, 90, length).tolist() for length in LENGTHS], 0)
+
+
 @dataclass(frozen=True)
 class Run:
     """A checkpoint in `directory`, its prompts and its settings; the files of a part and stage lie where `file` says."""
@@ -39,10 +44,8 @@ class Run:
     descriptions: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, directory: Path, seed: int, lengths: tuple[int, ...] = LENGTHS, **settings: Any) -> Run:
+    def of(cls, directory: Path, prompts: tokens.Tokens, **settings: Any) -> Run:
         made = directory / "checkpoint"
-        words = np.random.default_rng(seed)
-        prompts = tokens.pad([words.integers(3, 90, length).tolist() for length in lengths], 0)
         given = {"golden": {"device": "cpu"}, "port": {"backend": "transformers"}} | settings
         stages = all_stages(checkpoint.num_layers(checkpoint.read_config(made)))
         return cls(directory, prompts, config_with(**given), loading.describe_stages(made, stages, False)[0])
@@ -79,9 +82,13 @@ class Run:
             stage, self.checkpoint, self.descriptions[stage], self.prompts, *before, *files, self.settings
         )
 
+    def runner(self, patch: Patch | None) -> Runner:
+        started = Runner.start(self.checkpoint, self.prompts, self.settings)
+        return replace(started, patch=patch) if patch else started
+
     def port(self, stage: str, patch: Patch | None = None) -> dict[str, Any]:
-        """The comparison of the unmodified model, or of the model as `patch` changes it."""
-        runner = replace(Runner.start(self.checkpoint, self.prompts, self.settings), patch=patch)
+        """The comparison of the port of the settings, or of the model as `patch` changes it."""
+        runner = self.runner(patch)
         fed = handed.stage_input(self.previous(stage), stage)
         port_stage.make_stage(runner, stage, self.descriptions[stage], fed, self.file("port", stage))
         golden, noise, port = (self.file(part, stage) for part in ("golden", "noise", "port"))
@@ -89,7 +96,7 @@ class Run:
 
     def diagnosis(self, stage: str, comparison: dict[str, Any], patch: Patch) -> dict[str, Any]:
         """The diagnosis of a stage that fails with this patch."""
-        runner = replace(Runner.start(self.checkpoint, self.prompts, self.settings), patch=patch)
+        runner = self.runner(patch)
         files = Files(
             golden=self.file("golden", stage),
             noise=self.file("noise", stage),

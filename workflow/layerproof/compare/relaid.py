@@ -10,6 +10,9 @@ from layerproof.layouts import Layout, layouts
 from layerproof.taps import is_output
 from layerproof.tensors.tensor import Tensor
 
+LAST_TOKENS = "logits of the last tokens alone"
+"""The layout, in verdicts.json, of a port's logits that are those of each prompt's last token."""
+
 
 def as_golden(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The port's taps in the golden's layout, and by tap the layout that the port has where it is another.
@@ -26,6 +29,23 @@ def as_golden(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tupl
             best = min(range(len(known)), key=lambda one: _distance(read[one], wanted[name])) if len(known) > 1 else 0
             taps[name], texts[name] = read[best], known[best].text
     return taps, texts
+
+
+def at_last_tokens(logits: Tensor, wanted: Tensor, valid: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    """Logits of each prompt's last token alone at their places in the golden's shape, and the tokens that then count.
+
+    A port for serving often returns no others: [batch, 1, vocabulary] or [batch, vocabulary] for the golden's [batch, seq,
+    vocabulary]. Anything else comes back as it is, with all tokens in `valid`, bool [batch, seq].
+    """
+    batch, seq, *rest = wanted.shape
+    if seq == 1 or tuple(logits.shape) not in ((batch, 1, *rest), (batch, *rest)):
+        return logits, valid
+    prompts, last = np.arange(batch), seq - 1 - valid[:, ::-1].argmax(axis=1)
+    numbers = np.asarray(logits.data[...])
+    placed, counted = np.zeros((batch, seq, *rest), numbers.dtype), np.zeros_like(valid)
+    placed[prompts, last] = numbers.reshape(batch, *rest)
+    counted[prompts, last] = valid[prompts, last]
+    return Tensor(placed, logits.dtype), counted
 
 
 def can_be_forced(name: str, found: Tensor, wanted: Mapping[str, Tensor]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from layerproof.compare.bisect import Strayed
 from layerproof.compare.ranks import Ranks
-from layerproof.compare.relaid import as_golden
+from layerproof.compare.relaid import LAST_TOKENS, as_golden, at_last_tokens
 from layerproof.errors import StageError, StageMissing
 from layerproof.measure.logits import compare_logits
 from layerproof.measure.metrics import compare, judge
@@ -111,6 +111,10 @@ def compare_taps(
     Taps are compared on the declared threads.
     """
     found, layouts = as_golden(found, wanted)
+    if stage == LM_HEAD and OUT in found:
+        logits, of_last = at_last_tokens(found[OUT], wanted[OUT], valid)
+        if logits is not found[OUT]:
+            found, valid, layouts[OUT] = found | {OUT: logits}, of_last, LAST_TOKENS
     optional = _optional(fed)
     before = choices_of_taps(list(wanted), fed)
     selections = {selection_of(name) for name in wanted if is_choice(name)}
@@ -262,11 +266,12 @@ def compare_chain(
         try:
             with hdf5.reading(golden[stage]) as golden_file, hdf5.reading(chained[stage]) as chain_file:
                 mine, wanted = hdf5.tap(chain_file, f"port/{OUT}"), hdf5.tap(golden_file, f"golden/{OUT}")
-                metrics = compare(mine, wanted, hdf5.tap(golden_file, f"truth/{OUT}"), valid)
+                mine, counted = at_last_tokens(mine, wanted, valid) if stage == LM_HEAD else (mine, valid)
+                metrics = compare(mine, wanted, hdf5.tap(golden_file, f"truth/{OUT}"), counted)
                 if noise:
-                    entry |= _strayed(mine, wanted, hdf5.read(noise[stage], "chained/out"), valid)
+                    entry |= _strayed(mine, wanted, hdf5.read(noise[stage], "chained/out"), counted)
                 if stage == LM_HEAD:
-                    logits = compare_logits(mine, wanted, valid)
+                    logits = compare_logits(mine, wanted, counted)
             after = metrics["rel_l2"]
             entry |= {"R": metrics["R"], "propagated_error": after, "nonfinite": metrics["nonfinite"]["port"]}
             entry["gain"] = after / before if before and after is not None else None

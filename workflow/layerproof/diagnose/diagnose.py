@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from layerproof.compare.audit import moved_by_compiling
-from layerproof.compare.relaid import as_golden, can_be_forced
+from layerproof.compare.relaid import as_golden, at_last_tokens, can_be_forced
 from layerproof.compare.stage import compare_taps
 from layerproof.config import Config, changed
 from layerproof.diagnose.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
@@ -34,6 +34,7 @@ from layerproof.measure.routing import AFTER_ROUTER, CHOICE, experts_chosen, fli
 from layerproof.measure.rule import excess, failing_limit
 from layerproof.model import handed, loading
 from layerproof.model.experts import EXPERT_BY_EXPERT, register
+from layerproof.model.stages import LM_HEAD
 from layerproof.model.tokens import Tokens
 from layerproof.taps import OUT, Fed, canonical_after, merged, unseen_before
 from layerproof.tensors import hdf5
@@ -145,6 +146,10 @@ def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) ->
         feeds = hdf5.feeds(file)
     given = hdf5.read_group(files.forced, "port")
     isolated, forced = (as_golden(taps, wanted)[0] for taps in (hdf5.read_group(files.port, "port"), given))
+    valid = stage.tokens.valid
+    if stage.name == LM_HEAD:
+        isolated[OUT], valid = at_last_tokens(isolated[OUT], wanted[OUT], valid)
+        forced[OUT], _ = at_last_tokens(forced[OUT], wanted[OUT], stage.tokens.valid)
     # A tap that the port did not hand over in a layout that is the golden's without doubt could not be forced on the port,
     # so it is not forced on the golden either.
     golden_taps = {
@@ -159,7 +164,6 @@ def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) ->
         given = golden_taps if x is bf16.x else {name: _changed(tensor) for name, tensor in golden_taps.items()}
         return _arrays(bf16.run(given, x=x))
 
-    valid = stage.tokens.valid
     others = [taps for _, taps in variants(bf16.model, run, bf16.x)]
     local_truth = _arrays(exact.run(golden_taps))
     wanted = {name: tensor for name, tensor in wanted.items() if all(name in one for one in (local_truth, *others))}

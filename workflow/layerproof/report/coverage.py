@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from layerproof.compare.relaid import LAST_TOKENS
 from layerproof.config import Config, Inputs
 from layerproof.measure.rule import GROUP_LIMIT
 from layerproof.model.captured import CHAIN as CAPTURED
@@ -136,13 +137,19 @@ def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
     found: dict[str, dict[str, list[str]]] = {}
     positions: dict[int, list[str]] = {}
     chosen: dict[str, int] = {}
+    logits: list[str] = []
     for comparison in comparisons:
         if "other_choices" in (comparison.get("port") or {}):
             chosen[comparison["stage"]] = comparison["port"]["other_choices"]
         if "positions" in (comparison.get("port") or {}):
             positions.setdefault(comparison["port"]["positions"], []).append(comparison["stage"])
         for name, tap in comparison["taps"].items():
-            if tap.get("layout"):
+            if tap.get("layout") == LAST_TOKENS:
+                logits.append(
+                    "The port returns the logits of each prompt's last token and no others, so those of the others were "
+                    f"not compared ({comparison['stage']})."
+                )
+            elif tap.get("layout"):
                 found.setdefault(tap["layout"], {}).setdefault(name, []).append(comparison["stage"])
     sentences = [
         f"The port's {listed(list(taps))} {'has' if len(taps) == 1 else 'have'} the layout {layout} and "
@@ -155,10 +162,11 @@ def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
             f"With taps the port chooses other experts at {counted(sum(chosen.values()), 'token')} than without "
             f"({ranges(list(chosen))}), at near-ties. The outputs that were compared are those with taps."
         )
-    return sentences + [
+    sentences += [
         f"The port computes {count} positions ({ranges(stages)}). Those beyond the prompts are padding and were left out."
         for count, stages in positions.items()
     ]
+    return sentences + logits
 
 
 def _experts_without_tokens(comparisons: Sequence[Comparison]) -> list[str]:

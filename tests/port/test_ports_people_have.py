@@ -1,0 +1,200 @@
+"""Ports as people have them: copies of a class of Hugging Face, plain modules, fp16, logits of the last token alone."""
+
+import numpy as np
+import pytest
+
+from families.one_process import Run
+from layerproof.compare.relaid import LAST_TOKENS
+from layerproof.compare.stage import compare_chain
+from layerproof.model import tokens
+from models import save
+
+pytestmark = pytest.mark.slow
+
+COPY = """
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+
+class TrnLlamaAttention(LlamaAttention):
+    def forward(self, hidden_states, *args, **kwargs):
+        output, weights = super().forward(hidden_states, *args, **kwargs)
+        return output * FACTOR, weights
+
+class TrnLlamaDecoderLayer(LlamaDecoderLayer):
+    def __init__(self, config, index):
+        super().__init__(config, index)
+        self.self_attn = TrnLlamaAttention(config, index)
+
+def patch(model, part, stage):
+    if stage.layer is not None:
+        ported = TrnLlamaDecoderLayer(model.config, stage.layer).to(stage.dtype).eval()
+        ported.load_state_dict(part.state_dict())
+        model.model.layers[stage.layer] = ported
+"""
+
+PLAIN = '''
+"""A Llama with names of its own and no call of Layerproof's."""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+TAPS = {"input_norm": "ln_1", "attn.q": "att.wq", "attn.k": "att.wk", "attn.v": "att.wv", "attn.out": "att",
+        "post_attn_norm": "ln_2", "mlp.gate": "ffn.w1", "mlp.up": "ffn.w3", "mlp.out": "ffn"}
+NAMES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.q_proj": "att.wq", "self_attn.k_proj":
+         "att.wk", "self_attn.v_proj": "att.wv", "self_attn.o_proj": "att.wo", "mlp.gate_proj": "ffn.w1", "mlp.up_proj":
+         "ffn.w3", "mlp.down_proj": "ffn.w2"}
+
+class Scale(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+
+    def forward(self, x, *unused):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        d, self.dim, self.theta = c["hidden_size"], c["head_dim"], c["rope_parameters"]["rope_theta"]
+        self.wq = nn.Linear(d, c["num_attention_heads"] * self.dim, bias=False)
+        self.wk, self.wv = (nn.Linear(d, c["num_key_value_heads"] * self.dim, bias=False) for _ in range(2))
+        self.wo = nn.Linear(c["num_attention_heads"] * self.dim, d, bias=False)
+
+    def rotated(self, x, positions):
+        frequencies = self.theta ** (-torch.arange(0, self.dim, 2, device=x.device).float() / self.dim)
+        angles = positions[:, None].float() * frequencies
+        cos, sin = (torch.cat([one, one], -1).to(x.dtype) for one in (angles.cos(), angles.sin()))
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    def forward(self, x, positions, valid):
+        q, k, v = (w(x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k = self.rotated(q, positions), self.rotated(k, positions)
+        k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+        mask = (positions[:, None] >= positions) & valid[:, None, None]
+        context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.wo(context.transpose(1, 2).flatten(2))
+
+class Mlp(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        d, inner = c["hidden_size"], c["intermediate_size"]
+        self.w1, self.w3, self.w2 = (nn.Linear(*sizes, bias=False) for sizes in ((d, inner), (d, inner), (inner, d)))
+
+    def forward(self, x):
+        return self.w2(ACTIVATION(self.w1(x)) * self.w3(x))
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.ln_1, self.ln_2 = (Scale(c["hidden_size"], c["rms_norm_eps"]) for _ in range(2))
+        self.att, self.ffn = Attention(c), Mlp(c)
+
+    def forward(self, x, positions, valid):
+        x = x + self.att(self.ln_1(x), positions, valid)
+        return x + self.ffn(self.ln_2(x))
+
+class Embedding(nn.Embedding):
+    def forward(self, ids, *unused):
+        return super().forward(ids)
+
+class Head(nn.Linear):
+    def forward(self, x, positions, valid):
+        return HEAD
+
+def build(stage):
+    c = stage.config
+    with torch.device("meta"):
+        module = {
+            "embed": lambda: Embedding(c["vocab_size"], c["hidden_size"]),
+            "norm": lambda: Scale(c["hidden_size"], c["rms_norm_eps"]),
+            "lm_head": lambda: Head(c["hidden_size"], c["vocab_size"], bias=False),
+        }.get(stage.name, lambda: Block(c))()
+    return module.to(stage.dtype)
+
+def convert(stage, weights):
+    for name in weights:
+        short = name.partition(f"layers.{stage.layer}.")[2] if stage.layer is not None else name
+        module = short.removesuffix(".weight")
+        yield (NAMES[module] + ".weight" if stage.layer is not None else "weight"), weights[name].to(stage.dtype)
+'''
+ALL = "super().forward(x)"
+LAST = "super().forward(x[torch.arange(len(x), device=x.device), valid.sum(1) - 1])"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    save("llama", folder / "checkpoint")
+    return folder
+
+
+def a_run(folder, source, backend="xla", **settings):
+    """A run of the port with this source; its golden is made if it is not there."""
+    (folder / "port.py").write_text(source)
+    words = np.random.default_rng(5)
+    prompts = tokens.pad([words.integers(3, 90, length).tolist() for length in (23, 11, 30)], 0)
+    port = {"backend": backend, "module": str(folder / "port.py"), **settings}
+    run = Run.of(folder, prompts, port=port)
+    for stage in run.stages:
+        if not run.file("golden", stage).exists():
+            run.golden(stage)
+    return run
+
+
+def plain(activation="F.silu", head=ALL):
+    return PLAIN.replace("ACTIVATION", activation).replace("HEAD", head)
+
+
+def statuses(run):
+    return {stage: run.port(stage)["status"] for stage in run.stages}
+
+
+@pytest.mark.parametrize(("factor", "failing"), [("1.0", []), ("1.02", ["layer_000", "layer_001"])])
+def test_a_copy_of_a_class_of_hugging_face_under_another_name(checkpoint, factor, failing):
+    run = a_run(checkpoint, COPY.replace("FACTOR", factor), backend="transformers")
+    assert [stage for stage, status in statuses(run).items() if status != "pass"] == failing
+    if failing:
+        taps = run.port("layer_001")["taps"]
+        assert next(name for name, tap in taps.items() if tap["status"] == "fail") == "attn.out"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_plain_module_with_names_of_its_own_and_a_table_of_taps(checkpoint, dtype):
+    run = a_run(checkpoint, plain(), dtype=dtype)
+    assert set(statuses(run).values()) == {"pass"}
+    layer = run.port("layer_001")
+    assert [name for name, tap in layer["taps"].items() if tap["status"] == "missing"] == [
+        "attn.q_rot",
+        "attn.k_rot",
+        "attn.context",
+    ]
+    wrong = a_run(checkpoint, plain(activation="F.gelu"), dtype=dtype).port("layer_000")
+    assert [name for name, tap in wrong["taps"].items() if tap["status"] == "fail"] == ["mlp.out", "out"]
+
+
+@pytest.mark.parametrize("head", [LAST, f"{LAST}[:, None]"])
+def test_logits_of_the_last_token_are_judged_at_the_last_tokens(checkpoint, head):
+    run = a_run(checkpoint, plain(head=head))
+    compared = run.port("lm_head")
+    assert compared["status"] == "pass", compared["reason"]
+    assert compared["taps"]["out"]["layout"] == LAST_TOKENS
+    assert len(compared["logits"]["greedy"]["port"]) == 3
+    chained = {"lm_head": run.file("port", "lm_head")}
+    chain = compare_chain(
+        "all",
+        ["lm_head"],
+        {"lm_head": run.file("golden", "lm_head")},
+        chained,
+        {"lm_head": compared},
+        run.prompts.valid,
+    )
+    assert chain["status"] == "pass"
+    assert chain["stages"]["lm_head"]["propagated_error"] < 0.01
+
+
+def test_a_mistake_in_logits_of_the_last_token_is_found(checkpoint):
+    run = a_run(checkpoint, plain(head=f"{LAST} * 1.02"))
+    assert run.port("lm_head")["status"] == "fail"
+    first = a_run(checkpoint, plain(head="super().forward(x[:, -1])"))
+    assert first.port("lm_head")["status"] == "fail", "of padded prompts, the last position is not the last token"
