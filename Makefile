@@ -12,15 +12,17 @@
 # make report-cases   runs five cases and takes pictures of their reports (ten minutes)
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
 # make families SEED=N   judges every causal model of transformers as its own port (half an hour; goes on where it ended)
+# make false-alarms N=1000 SEED=S   counts false alarms in N stages of models drawn at random (half an hour; goes on, too)
 # PYTHON=...    the Python to set up with, in place of the one that requirements/find-python.sh finds
 
 VENV := .venv
 CORES ?= all
 SEED ?= 1
+N ?= 1000
 TUTORIAL ?= tutorial
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report tutorial tutorial-answer docs test check fast lower-bounds lint types style same bugs families report-cases bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report tutorial tutorial-answer docs test check fast lower-bounds lint types style same bugs families false-alarms report-cases bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	layerproof run --exit-zero --cores $(CORES)
@@ -59,6 +61,9 @@ bugs: setup-dev
 
 families: setup-dev
 	python tests/families/run.py --seed $(SEED)
+
+false-alarms: setup-dev
+	python tests/families/false_alarms.py --stages $(N) --seed $(SEED)
 
 bench: setup-dev
 	python benchmarks/run.py

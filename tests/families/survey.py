@@ -6,12 +6,13 @@ import contextlib
 import io
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from families import configs, detection
-from families.one_process import Run
+from families.one_process import Run, drawn_prompts
 from layerproof.errors import StageError, UserError
 from layerproof.model import checkpoint, tokens
 from layerproof.tensors import hdf5
@@ -71,8 +72,10 @@ def judge(model_type: str, seed: int, directory: Path) -> Row:
     return row
 
 
-def save(model_type: str, directory: Path, seed: int) -> None:
+def save(model_type: str, directory: Path, seed: int, sizes: Mapping[str, int] | None = None) -> None:
     """Writes a bf16 checkpoint whose every parameter, norms and biases too, is drawn at random; runs it once.
+
+    `sizes` are those of `configs.small`.
 
     Weights are drawn again, half as far apart, until the logits are finite in fp32 and bf16.
 
@@ -84,7 +87,7 @@ def save(model_type: str, directory: Path, seed: int) -> None:
 
     for spread in SPREADS:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(configs.small(model_type), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(configs.small(model_type, **(sizes or {})), dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter, tensor in model.state_dict().items():
                 if tensor.is_floating_point():
@@ -109,7 +112,7 @@ def _is_finite(model: Any, ids: Any) -> bool:
 
 
 def _judge(row: Row, directory: Path) -> None:
-    run = Run.of(directory, row.seed)
+    run = Run.of(directory, drawn_prompts(row.seed))
     for stage in run.stages:
         (directory / "doing").write_text(f"golden/{stage}")
         run.golden(stage)
