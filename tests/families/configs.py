@@ -146,9 +146,9 @@ WANTED: dict[str, str] = {
     "hrm_text": "runs its layers several times over, each time on other states",
     "mllama": "has layers that read the states of pictures, which text alone does not run",
     "rwkv": "rescales its layers' weights from outside",
-    "jetmoe": "sorts tokens by expert, with shapes that depend on values: XLA's process ends",
-    "qwen4_exp": "indexes keys with shapes that depend on values: XLA's process ends",
-    "qwen4_exp_text": "indexes keys with shapes that depend on values: XLA's process ends",
+    "jetmoe": "has shapes that depend on values, at which XLA ends the process; a port of your own is judged",
+    "qwen4_exp": "as jetmoe",
+    "qwen4_exp_text": "as jetmoe",
     "gemma3n": "needs the package timm",
     "xlstm": "does not run in bf16 without kernels of its own",
 }

@@ -14,7 +14,9 @@ from typing import Any
 from families import configs, detection
 from families.one_process import Run, drawn_prompts
 from layerproof.errors import StageError, UserError
+from layerproof.files import write_json
 from layerproof.model import checkpoint, tokens
+from layerproof.model.resolve import resolve
 from layerproof.tensors import hdf5
 
 SPREADS = (1, 0.5, 0.25)
@@ -112,7 +114,13 @@ def _is_finite(model: Any, ids: Any) -> bool:
 
 
 def _judge(row: Row, directory: Path) -> None:
-    run = Run.of(directory, drawn_prompts(row.seed))
+    prompts = drawn_prompts(row.seed)
+    write_json(directory / "ids.json", prompts.ids.tolist())
+    inputs = {"prompts": None, "token_ids": str(directory / "ids.json")}
+    resolve(
+        {"model": {"checkpoint": str(directory / "checkpoint")}, "inputs": inputs, "port": {"backend": "transformers"}}
+    )
+    run = Run.of(directory, prompts)
     for stage in run.stages:
         (directory / "doing").write_text(f"golden/{stage}")
         run.golden(stage)

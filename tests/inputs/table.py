@@ -236,6 +236,7 @@ CONFIG: list[Row] = [
     ("a config that is a list", _raw_config("[]"), "is not a JSON object"),
     ("an empty config", _raw_config("{}"), "num_hidden_layers is missing"),
     ("a model that transformers does not know", _config(model_type="llama9"), "cannot build this model"),
+    ("a model that XLA does not survive", _config(model_type="jetmoe"), "port.backend"),
     ("no model type", _config("model_type"), "cannot build this model"),
     ("an encoder", _config(model_type="bert", architectures=["BertModel"]), "has no tensor for"),
     ("an encoder and decoder", _config(model_type="t5", num_layers=1, architectures=["T5Model"]), "T5Model"),

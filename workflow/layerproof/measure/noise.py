@@ -26,13 +26,17 @@ from layerproof.tensors.tensor import CHUNK_ELEMENTS, Tensor, blocks, is_finite,
 from layerproof.threads import mapped
 
 if TYPE_CHECKING:
-    from layerproof.measure.noise_kernel import Block
+    from layerproof.measure.noise_kernel import Block, Fit
 
 BALANCING = 3
 """Rounds of fitting token and channel factors, at least 2; two or three make the fit accurate to a percent."""
 
 SILENT = 2.0**-5
 """A single number as large as the noise, in a block of 128 numbers, then stays below four times the noise of the block."""
+
+FEW = 4
+"""Numbers of a token that are too few to tell its noise: at one token of a thousand, the mean square of 4 is below a
+fortieth of the expected one (chi-squared with 4 degrees of freedom), that of 16 a quarter."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,8 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
             fit = fit._replace(channel=following / fit.channel_counts)
         if not is_exact:
             fit = fit._replace(channel=_not_silent(fit.channel))
+            if features < FEW:
+                fit = _steadied(fit, len(fit.token) * features)
         for block in tap.blocks():
             noise_kernel.in_units(fit, by_token, by_channel, rounding, is_exact, block)
     fit.token[:, fit.token_counts == 0] = np.nan
@@ -170,6 +176,15 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
     }
     token, channel = fit.token.mean(axis=0).reshape(compared.shape), fit.channel.mean(axis=0)
     return Noise(compared, token, channel, rounding, {group: max(1.0, R) for group, R in band.items()})
+
+
+def _steadied(fit: Fit, numbers: int) -> Fit:
+    """Moves what is fitted to tokens, of so many numbers each, towards the median token, as if `FEW` more were known.
+
+    A few numbers may all be small by chance, and the next one is not.
+    """
+    median = np.nanmedian(np.where(fit.token_counts > 0, fit.token, np.nan), axis=1)
+    return fit._replace(share=numbers / (numbers + FEW), prior=median * FEW / (numbers + FEW))
 
 
 def _not_silent(channel: np.ndarray) -> np.ndarray:

@@ -48,6 +48,7 @@ class Fit(NamedTuple):
     token_counts: int64 [tokens], channel_counts: int64 [features]: elements that are finite in all draws and the truth
     token: [rows, tokens], channel: [rows, features]: means of squared errors, each in units of the other
     squares: [rows + 1]: sums of squared errors; the last is the expected sum for the rounding
+    share: how much of a token's factor is its own; prior: [rows]: the rest of it, the same for all tokens
     """
 
     token_counts: np.ndarray
@@ -55,6 +56,8 @@ class Fit(NamedTuple):
     token: np.ndarray
     channel: np.ndarray
     squares: np.ndarray
+    share: float
+    prior: np.ndarray
 
     @classmethod
     def zero(cls, draws: int, tokens: int, features: int) -> Fit:
@@ -66,6 +69,8 @@ class Fit(NamedTuple):
             token=np.zeros((rows, tokens)),
             channel=np.zeros((rows, features)),
             squares=np.zeros(rows + 1),
+            share=1.0,
+            prior=np.zeros(rows),
         )
 
 
@@ -208,7 +213,7 @@ def _set_token(fit, number, channel, is_exact, squares, most, units):
     mean = 0.0
     for of in range(rows):
         _set_units(squares[rows if is_exact else of], channel, most, units)
-        fit.token[of, number] = _total(units) / fit.token_counts[number]
+        fit.token[of, number] = fit.share * (_total(units) / fit.token_counts[number]) + fit.prior[of]
         mean += fit.token[of, number] / rows
     return mean
 

@@ -56,6 +56,11 @@ def resolve(raw: Mapping[str, Any]) -> Run:
         )
     described = checkpoint.read_config(directory)
     _check_quantization(directory, described.get("quantization_config"))
+    if settings.port.backend == "transformers" and described.get("model_type") in ENDS_XLA:
+        raise UserError(
+            f"config.yaml: port.backend: XLA ends the process at the unmodified {described['model_type']}, whose shapes depend on "
+            "values. Name a port of your own: port.backend xla, and port.module."
+        )
     _read_inputs(settings.inputs, described)
     num_layers = checkpoint.num_layers(described)
     checkpoint.shards(directory)
@@ -70,6 +75,9 @@ def resolve(raw: Mapping[str, Any]) -> Run:
         chains[captured.CHAIN] = tuple(captured_files)
     return Run(settings, num_layers, tuple(layers), chains, captured_files)
 
+
+ENDS_XLA = ("jetmoe", "qwen4_exp", "qwen4_exp_text")
+"""Types whose unmodified model XLA's compiler for the CPU does not survive (xla/shape.h, torch-xla 2.9; `make families`)."""
 
 DEQUANTIZED = ("fp8", "mxfp4", "mxfp8", "compressed-tensors")
 """The methods by which a checkpoint may be quantised: transformers dequantises these as it loads them."""
