@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from layerproof.compare.stage import compare_chain, compare_stage
+from layerproof.compare.stage import compare_chain, compare_stage, compare_taps
 from layerproof.errors import StageError, StageMissing
+from layerproof.measure.noise import noise_of_taps
 from layerproof.taps import SHAPES
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor
@@ -504,3 +505,19 @@ def test_a_captured_chain_with_nan_is_wrong(tmp_path):
 def test_other_chains_are_not_judged(tmp_path):
     result = Chain(tmp_path, {"layer_000": 0.5}).compare()
     assert (result["status"], result["first_wrong"]) == ("pass", None)
+
+
+def test_a_port_that_equals_the_golden_passes_whatever_its_noise(tmp_path):
+    """Of a lookup in fp16 only the tiniest numbers are rounded: the golden's own error is beyond the limit of its noise."""
+    random = np.random.default_rng(1)
+    truth = (0.1 * random.standard_normal((2, 8, 512))).astype(np.float32)
+    truth[0, 0, :2] = 3e-8
+    golden = {"out": Tensor(truth.astype(np.float16), "float16")}
+    noise = noise_of_taps(golden, [], {"out": float32(truth)}, np.ones((2, 8), bool))
+    other = golden["out"].data.copy()
+    other[0, 0, 5] *= 2
+    for port, status in ((golden["out"], "pass"), (Tensor(other, "float16"), "fail")):
+        compared = compare_taps(
+            "embed", {"out": port}, golden, {"out": float32(truth)}, noise, np.ones((2, 8), bool), LIMIT
+        )
+        assert compared["taps"]["out"]["status"] == status

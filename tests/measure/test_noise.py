@@ -313,3 +313,28 @@ def test_changed_last_bits_are_as_much_as_one_rounding():
     rounding = (wide.bfloat16().float() - wide) / wide
     change = (changed.float() - x.float()) / x.float()
     assert change.square().mean().sqrt() == pytest.approx(rounding.square().mean().sqrt().item(), rel=0.1)
+
+
+def one_number(seed):
+    """A tap of one number a token, of draws equally noisy at each, and one more draw."""
+    random = np.random.default_rng(seed)
+    truth = random.standard_normal((3, 30, 1))
+    draws = [truth + 2.0**-9 * random.standard_normal(truth.shape) for _ in range(5)]
+    return draws, truth, np.ones(truth.shape[:2], bool)
+
+
+def test_one_more_draw_of_one_number_a_token_passes_whatever_the_others_are_by_chance():
+    failing = 0
+    for seed in range(300):
+        (*draws, port), truth, valid = one_number(seed)
+        noise = measure([fp32(draw) for draw in draws], fp32(truth), valid)
+        failing += judge(fp32(port), fp32(draws[0]), fp32(truth), valid, LIMIT, None, noise)["status"] == "fail"
+    assert failing == 0
+
+
+def test_one_number_of_one_token_that_is_off_is_found():
+    (*draws, port), truth, valid = one_number(0)
+    port[1, 7] += 2.0**-9 * 60
+    noise = measure([fp32(draw) for draw in draws], fp32(truth), valid)
+    result = judge(fp32(port), fp32(draws[0]), fp32(truth), valid, LIMIT, None, noise)
+    assert result["worst_token"]["index"] == [1, 7] and result["status"] == "fail"

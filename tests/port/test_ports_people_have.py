@@ -173,6 +173,15 @@ def test_a_plain_module_with_names_of_its_own_and_a_table_of_taps(checkpoint, dt
     assert [name for name, tap in wrong["taps"].items() if tap["status"] == "fail"] == ["mlp.out", "out"]
 
 
+def test_products_in_fp16_are_summed_in_fp32_on_the_cpu_as_on_an_accelerator(tmp_path):
+    save("qwen3_moe", tmp_path / "checkpoint")
+    prompts = tokens.pad([list(range(3, 43)), list(range(50, 59))], 0)
+    run = Run.of(tmp_path, prompts, golden={"dtype": "float16"}, port={"backend": "transformers", "dtype": "float16"})
+    for stage in run.stages:
+        run.golden(stage)
+    assert set(statuses(run).values()) == {"pass"}
+
+
 @pytest.mark.parametrize("head", [LAST, f"{LAST}[:, None]"])
 def test_logits_of_the_last_token_are_judged_at_the_last_tokens(checkpoint, head):
     run = a_run(checkpoint, plain(head=head))

@@ -28,11 +28,11 @@ from layerproof.measure.routing import (
     ruled_out_as,
     selection_of,
 )
-from layerproof.measure.rule import is_nowhere_finite
+from layerproof.measure.rule import is_compared, is_nowhere_finite
 from layerproof.model.stages import LM_HEAD
 from layerproof.taps import OUT, Fed, is_choice, is_output
 from layerproof.tensors import hdf5
-from layerproof.tensors.tensor import Tensor
+from layerproof.tensors.tensor import Tensor, is_same
 from layerproof.threads import mapped
 
 SCHEMA_VERSION = 1
@@ -137,6 +137,9 @@ def compare_taps(
         tap = judge(mine, *sides, experts=experts if name in AFTER_ROUTER else None)
         if name in optional and is_nowhere_finite(tap):  # the scores of an indexer with nothing to choose from
             tap |= {"status": "pass", "reason": None}
+        if tap["status"] == "fail" and is_compared(tap) and is_same(mine, wanted[name], counted):
+            # Of a lookup, nothing but the golden's own error is known, and the worst of that may be beyond the limit.
+            tap |= {"status": "pass", "reason": None, "excess": 1.0}
         if left_out is not None and valid.any() and left_out[valid].all():
             tap["reason"] = "nothing was compared: choices before it are nearly tied at every token. Use more tokens."
         if name in routings and routings[name].compared:

@@ -54,6 +54,13 @@ def is_nowhere_finite(result: Mapping[str, Any]) -> bool:
     return not any(result["nonfinite"][name]["count"] for name in ("port_differs", "reference_differs"))
 
 
+def is_compared(result: Mapping[str, Any]) -> bool:
+    """Whether floats were compared, and port, golden and truth are finite at the same elements."""
+    if result.get("kind") != "float" or not result["count"]:
+        return False
+    return not any(result["nonfinite"][name]["count"] for name in ("port_differs", "reference_differs"))
+
+
 def group_limits(result: Mapping[str, Any], limit: float) -> list[tuple[str, float, float]]:
     """Lists each type of group, R of its worst group, and the largest R that passes, for floats with bands."""
     found = [(group, result.get(f"worst_{group}"), reached) for group, reached in (result["band"] or {}).items()]

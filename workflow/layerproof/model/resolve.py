@@ -58,8 +58,8 @@ def resolve(raw: Mapping[str, Any]) -> Run:
     _check_quantization(directory, described.get("quantization_config"))
     if settings.port.backend == "transformers" and described.get("model_type") in ENDS_XLA:
         raise UserError(
-            f"config.yaml: port.backend: XLA ends the process at the unmodified {described['model_type']}, whose shapes depend on "
-            "values. Name a port of your own: port.backend xla, and port.module."
+            f"config.yaml: port.backend: XLA ends the process at the unmodified {described['model_type']}, whose shapes "
+            "depend on values. Name a port of your own: port.backend xla, and port.module."
         )
     _read_inputs(settings.inputs, described)
     num_layers = checkpoint.num_layers(described)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerproof.errors import StageError
 from layerproof.files import digest_of
@@ -94,7 +95,30 @@ def prepare_stage(job: StageRun) -> _Ready:
         import torch_xla
 
         torch_xla.manual_seed(0)
-    return (_prepare_port if job.runner.port else _prepare_transformers)(job)
+    ready = (_prepare_port if job.runner.port else _prepare_transformers)(job)
+    is_narrow = job.dtype == torch.float16 and job.runner.environment.hardware == "CPU"
+    return replace(ready, call=_with_wide_sums(ready.call)) if is_narrow else ready
+
+
+class _WideSums(TorchDispatchMode):
+    """Sums products of fp16 in fp32, as accelerators do. XLA on the CPU sums some of them, all batched ones, in fp16."""
+
+    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+    WITH_ADDITION = (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        is_product = func in self.PRODUCTS or func in self.WITH_ADDITION
+        if not is_product or args[0].dtype != torch.float16 or args[0].device.type != "xla":
+            return func(*args, **(kwargs or {}))
+        return func(*(one.float() for one in args), **(kwargs or {})).half()
+
+
+def _with_wide_sums(call: Call) -> Call:
+    def wide(inputs: Sequence[torch.Tensor], with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
+        with _WideSums():
+            return call(inputs, with_taps, forced)
+
+    return wide
 
 
 def _prepare_port(job: StageRun) -> _Ready:

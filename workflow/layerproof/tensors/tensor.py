@@ -185,3 +185,14 @@ class _Moments:
         self.count = total
         self.low = min(self.low, float(values.min()))
         self.high = max(self.high, float(values.max()))
+
+
+def is_same(tensor: Tensor, other: Tensor, compared: np.ndarray) -> bool:
+    """Whether two tensors are the same, bit for bit, at the tokens in `compared`, bool [batch, seq]."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    return all(
+        np.array_equal(tensor.read(*piece)[keep], other.read(*piece)[keep])
+        for piece in blocks(tensor.shape, CHUNK_ELEMENTS)
+        if (keep := compared[piece].reshape(-1)).any()
+    )

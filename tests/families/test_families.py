@@ -1,0 +1,49 @@
+"""A few rows of the survey: drawn with the version as the seed, and those in which a fresh seed found something."""
+
+import numpy as np
+import pytest
+
+from families import survey
+from families.configs import OUT_OF_SCOPE, WANTED, judged_types
+from layerproof import __version__
+
+pytestmark = pytest.mark.slow
+
+SEED = int(__version__.replace(".", ""))
+DRAWN = np.random.default_rng(SEED).choice(judged_types(), 4, replace=False).tolist()
+FOUND = {
+    "falcon_h1": (27001, "a buffer that a module around its owner computes"),
+    "inkling2_text": (70423, "block states that only later layers get"),
+    "minimax": (70423, "a near-tie of which half a variant's tokens are"),
+    "phimoe": (70423, "a router that chooses one expert at a time"),
+    "qwen2_moe": (881127, "one number a token, small in all draws by chance"),
+    "zaya": (70423, "residuals in fp32"),
+}
+
+
+@pytest.mark.parametrize("model_type", DRAWN)
+def test_a_drawn_family_passes_and_a_drawn_mistake_in_it_is_found(model_type, tmp_path):
+    row = survey.judge(model_type, SEED, tmp_path)
+    assert row.outcome == "passed", row.trace or row.sentence
+    assert row.mistake["found"]["stage"] == row.mistake["expected"]["stage"]
+    assert row.mistake["found"]["tap"] == row.mistake["expected"]["tap"]
+
+
+@pytest.mark.parametrize("model_type", FOUND)
+def test_what_a_fresh_seed_found_stays_mended(model_type, tmp_path):
+    seed, _ = FOUND[model_type]
+    row = survey.judge(model_type, seed, tmp_path)
+    assert row.outcome == "passed", row.trace or row.sentence
+
+
+def test_every_type_of_transformers_is_judged_wanted_or_out_of_scope():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert set(OUT_OF_SCOPE) | set(WANTED) <= types
+    assert not set(OUT_OF_SCOPE) & set(WANTED)
+    assert len(judged_types()) >= 0.95 * (len(types) - len(OUT_OF_SCOPE) - len(NOT_RUN))
+
+
+NOT_RUN = ("gemma3n", "xlstm")
+"""Wanted types that plain transformers does not run here."""
