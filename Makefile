@@ -61,6 +61,7 @@ bugs: setup-dev
 
 families: setup-dev
 	python tests/families/run.py --seed $(SEED)
+	python tests/families/command.py --seed $(SEED)
 
 false-alarms: setup-dev
 	python tests/families/false_alarms.py --stages $(N) --seed $(SEED)

@@ -27,15 +27,15 @@ CANNOT_RUN = "not run"
 
 HEAD = """# Model families
 
-Every decoder among the causal language models of transformers, as a tiny random model: is the unmodified model judged right as
-its own port, and is a mistake found that is put into it?
+Every decoder among the causal language models of transformers, as a tiny random model: is the unmodified model judged right
+as its own port, and is a mistake found that is put into it?
 
 Each row is one model type with a config shrunk by rule (`tests/families/configs.py`), four layers as a rule, and parameters
 drawn at random, norms and biases too. Golden and port are the same model, so every stage must pass: anything else is a false
 alarm. The golden's logits must be those of the whole model, bit for bit. Then one mistake, drawn at random, is put into one
-stage (`tests/mistakes.py`): a weight scaled, shifted, transposed or exchanged with another, an epsilon, a position, a dropped
-bias or branch, or an output that is scaled. If its effect is less than twice the limit, another is drawn. The *tap* is right if
-it is the first that changes when transformers runs the stage in fp32.
+stage (`tests/mistakes.py`): a weight scaled, shifted, transposed or exchanged with another, an epsilon, a position, a
+dropped bias or branch, or an output that is scaled. If its effect is less than twice the limit, another is drawn. The *tap*
+is right if it is the first that changes when transformers runs the stage in fp32.
 
 """
 

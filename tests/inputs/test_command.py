@@ -1,14 +1,8 @@
 """Ten inputs of the table through the command that people type."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import yaml
 
-from configs import REPOSITORY
+from families.command import layerproof_run
 from inputs.case import Case, make_base
 from inputs.table import TABLE
 
@@ -35,24 +29,12 @@ def base(tmp_path_factory):
     return folder
 
 
-def layerproof_run(case):
-    """`layerproof run` in a folder of its own: exit code and what the terminal shows."""
-    (case.folder / "config.yaml").write_text(yaml.safe_dump(case.settings))
-    command = [sys.executable, "-m", "layerproof", "run", "--cores", "1"]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow"), "NO_COLOR": "1", "HOME": str(case.folder)}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    done = subprocess.run(
-        command, cwd=case.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    return done.returncode, done.stdout
-
-
 @pytest.mark.parametrize("what", SAYS)
 def test_the_terminal_says_what_is_wrong_and_no_traceback(base, tmp_path, what):
     case = Case(tmp_path / "run", base)
     _, change, says = ROWS[what]
     change(case)
-    code, said = layerproof_run(case)
+    code, said = layerproof_run(case.folder, case.settings)
     assert code != 0
     assert " ".join(says.split()) in " ".join(said.split())
     assert "Traceback" not in said
@@ -63,6 +45,6 @@ def test_the_terminal_says_what_is_wrong_and_no_traceback(base, tmp_path, what):
 def test_it_works_by_the_command_too(base, tmp_path, what):
     case = Case(tmp_path / "run", base)
     ROWS[what][1](case)
-    code, said = layerproof_run(case)
+    code, said = layerproof_run(case.folder, case.settings)
     assert code == 0, said
     assert "pass" in said

@@ -5,6 +5,8 @@
 PORT_SETTINGS = [
     "model",
     "golden.taps",  # names that the port may hand over, too
+    # A model of transformers may keep its residuals in fp32, whatever the golden's dtype is.
+    *(["golden.dtype"] if CONFIG.port.backend == "transformers" else []),
     *(f"port.{key}" for key in ("backend", "module", "device", "dtype", "options", "nxdi")),
     "parallel",
 ]

@@ -249,7 +249,7 @@ def _explain(
 ) -> tuple[dict[str, Any], tuple[Fault, ...]]:
     """A culprit, and the faults that explain it: the best of those that may show at this tap first.
 
-    Of a tap just above its limit none is named: an effect that small has too many explanations.
+    No fault is named for a tap just above its limit: too many explain an effect that small.
     """
     above = excess(result, bench.limit) if result.get("kind") == "float" else None
     attempts = _attempts(bench, tap) if above is None or above >= NAMED_FROM else []

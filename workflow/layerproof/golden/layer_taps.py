@@ -90,6 +90,8 @@ def add_taps(
     usual = {usual_name(path): module for path, module in modules.items()}
     experts = usual.get("mlp.experts")
     router = next((path for path in modules if usual_name(path) in ("mlp.gate", "mlp.router")), None)
+    untapped: set[str] = set()
+    cast("Any", layer).layerproof_untapped = untapped
     has_interface = router is not None and isinstance(getattr(experts, "num_experts", None), int)
     for name, path in own_taps.items():
         if path in modules:
@@ -99,7 +101,7 @@ def add_taps(
             stack.enter_context(hooked(module.register_forward_hook(_module_tap("router.logits", shape))))
         elif path not in ("", router, *own_taps.values()) and not _is_covered(usual_name(path)):
             name = MODULE_TAPS.get(usual_name(path), path)
-            stack.enter_context(hooked(module.register_forward_hook(_module_tap(name, shape))))
+            stack.enter_context(hooked(module.register_forward_hook(_module_tap(name, shape, untapped))))
     projection = usual.get(PROJECTION)
     if projection is not None:
         stack.enter_context(hooked(projection.register_forward_pre_hook(_context_tap(shape))))
@@ -108,8 +110,14 @@ def add_taps(
         _add_function_taps(stack, path, module, shape)
     if has_interface:
         _add_choice_taps(stack, cast("nn.Module", experts), shape)
-    steps = _Steps(shape, router, cast("Any", experts).num_experts if has_interface else 0)
+    takes_choice = has_interface and len(inspect.signature(cast("nn.Module", experts).forward).parameters) == 3
+    steps = _Steps(shape, router, cast("Any", experts).num_experts if has_interface else 0, takes_choice)
     _add_steps(stack, layer, modules, steps)
+
+
+def modules_without_tap(layer: nn.Module) -> list[str]:
+    """The modules of a layer that have weights of their own and returned no tap when the layer last ran with taps."""
+    return sorted(getattr(layer, "layerproof_untapped", ()))
 
 
 def _is_covered(path: str) -> bool:
@@ -125,8 +133,11 @@ class Layout:
     back: Callable[[torch.Tensor], torch.Tensor]
 
 
-def layout_of(tensor: Any, shape: torch.Size) -> Layout | None:
-    """Finds the dims of batch and seq in a tensor; None if it has none. Tokens may be flattened into one dim."""
+def layout_of(tensor: Any, shape: torch.Size, per_head: bool = False) -> Layout | None:
+    """Finds the dims of batch and seq in a tensor; None if it has none.
+
+    Tokens may be flattened into one dim, and so may be their heads if the tensor is `per_head`.
+    """
     if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2:
         return None
     sizes = tensor.shape
@@ -144,6 +155,8 @@ def layout_of(tensor: Any, shape: torch.Size) -> Layout | None:
         )
     if sizes[:1] == (shape.numel(),):
         return Layout(lambda whole: whole.reshape(*shape, *sizes[1:]), lambda shown: shown.reshape(sizes))
+    if per_head and len(sizes) == 2 and sizes[0] % shape.numel() == 0:
+        return Layout(lambda whole: whole.reshape(*shape, -1, sizes[1]), lambda shown: shown.reshape(sizes))
     return None
 
 
@@ -153,19 +166,28 @@ def _moved(first: int, second: int) -> Layout:
     )
 
 
-def _hand_over(name: str, tensor: Any, shape: torch.Size) -> Any:
+def _hand_over(name: str, tensor: Any, shape: torch.Size, per_head: bool = False) -> Any:
     """Taps a tensor of floats that has dims of batch and seq."""
-    layout = layout_of(tensor, shape)
+    layout = layout_of(tensor, shape, per_head)
     return (
         tensor if layout is None or not tensor.is_floating_point() else tap_as(name, tensor, layout.show, layout.back)
     )
 
 
-def _module_tap(name: str, shape: torch.Size) -> Callable:
+def _module_tap(name: str, shape: torch.Size, untapped: set[str] | None = None) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         if name not in SHAPES and any(output is given for given in args):  # a dropout, or another that does nothing
             return output
-        return _with_first(output, _hand_over(name, first_of(output), shape)) if _has_first(output) else output
+        if not _has_first(output):
+            return output
+        tensor, is_norm = (
+            first_of(output),
+            "norm" in type(module).__name__.lower(),
+        )  # others may sort their rows by expert
+        has_weights = any(True for _ in module.parameters(recurse=False))
+        if untapped is not None and has_weights and layout_of(tensor, shape, is_norm) is None:
+            untapped.add(name)
+        return _with_first(output, _hand_over(name, tensor, shape, is_norm))
 
     return hook
 
@@ -259,15 +281,19 @@ def _tapped(name: str, function: Callable, shape: torch.Size) -> Callable:
 class _Steps(TorchFunctionMode):
     """Taps operations of a layer that modules do not show.
 
-    Of a router, these are its product, the result of sigmoid or softmax, and the input of the top-k. Of every other
-    top-k, and of the largest number in a router, they are `MODULE.selection`, what it is taken of, and `MODULE.choice`,
-    the places in ascending order; and of every comparison in a router `MODULE.margin`, by how much the first is larger.
-    Where these are nearly tied, noise decides what follows (`measure.choices`).
+    A router has taps at its product, at the result of sigmoid or softmax, and at the input of its top-k. Every other
+    top-k has two, and so has the maximum in a router: `MODULE.selection` is its input, and `MODULE.choice` the places
+    that it finds, in ascending order. A comparison in a router has `MODULE.margin`, by how much its first operand is
+    larger. Where these are nearly tied, noise decides what follows (`measure.routing`).
     """
 
-    def __init__(self, shape: torch.Size, router: str | None, num_experts: int) -> None:
-        """`shape` is [batch, seq], which the router's input no longer has; `router` is the path of the router."""
+    def __init__(self, shape: torch.Size, router: str | None, num_experts: int, experts_choose: bool) -> None:
+        """`shape` is [batch, seq], which the router's input no longer has; `router` is the path of the router.
+
+        Where experts get the choice, as `experts_choose` says, they are where it is tapped.
+        """
         super().__init__()
+        self.experts_choose = experts_choose
         self.shape = shape
         self.router = router
         self.num_experts = num_experts
@@ -282,7 +308,9 @@ class _Steps(TorchFunctionMode):
         in_router = self.router is not None and self.running[-1] == self.router
         if name == "topk":
             if in_router and self._is_by_expert(positional[0]):
-                return func(_flat("router.selection", positional[0], self.shape), *args[1:], **kwargs)
+                selection = _flat("router.selection", positional[0], self.shape)
+                result = func(selection, *args[1:], **kwargs)
+                return result if self.experts_choose else torch.return_types.topk(self._of_router(selection, *result))
             dim = positional[2] if len(args) > 2 else kwargs.get("dim", -1)
             return torch.return_types.topk(self._choice(func(*args, **kwargs), positional[0], dim))
         if (
@@ -304,6 +332,17 @@ class _Steps(TorchFunctionMode):
 
     def _is_by_expert(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() == self.shape.numel() * self.num_experts and tensor.shape[-1] == self.num_experts
+
+    def _of_router(
+        self, selection: torch.Tensor, values: torch.Tensor, places: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Taps the choice of a router whose experts do not get it, such as that of Llama 4."""
+        ordered = places.view(*self.shape, -1).sort(-1).values.int()
+        chosen = tap("router.choice", ordered)
+        if chosen is ordered:
+            return values, places
+        places = chosen.long().reshape(places.shape)
+        return selection.gather(-1, places), places
 
     def _choice(self, result: Any, taken_of: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Taps the places of the largest numbers along the last dim of a tensor with dims of batch and seq.
@@ -349,7 +388,7 @@ COMPARISONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _add_steps(stack: contextlib.ExitStack, layer: nn.Module, modules: Mapping[str, nn.Module], steps: _Steps) -> None:
-    """Runs a layer under `_Steps`, which is told which of its modules runs."""
+    """Turns `_Steps` on while the layer runs, and tells it which module is running."""
 
     def entering(path: str) -> Callable:
         return lambda module, args: steps.running.append(path)

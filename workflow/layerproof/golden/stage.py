@@ -16,6 +16,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from layerproof.config import Config, changed
 from layerproof.errors import StageError, UserError
 from layerproof.golden import feeds
+from layerproof.golden.layer_taps import modules_without_tap
 from layerproof.golden.transformers_stage import run_stage, stage_module
 from layerproof.golden.variants import split, variants
 from layerproof.golden.whole import FullModel, device_of
@@ -24,6 +25,7 @@ from layerproof.measure.noise_file import write_noise
 from layerproof.measure.routing import CHOICE, selection_of
 from layerproof.model import handed, loading
 from layerproof.model.experts import EXPERT_BY_EXPERT
+from layerproof.model.stages import layer_of
 from layerproof.model.tokens import Tokens
 from layerproof.taps import OUT, Fed, is_choice, is_output, merged
 from layerproof.tensors import hdf5
@@ -131,6 +133,9 @@ def make_stage(
     measured_feeds = _without_unused_choices(measured_feeds)
     golden = {fed.name: golden[fed.name] for fed in measured_feeds}
     documents[hdf5.TAPS] = [asdict(one) for one in measured_feeds]
+    if layer_of(stage) is not None:
+        untapped = modules_without_tap(stage_module(model, stage))
+        attributes |= {"without_tap": ", ".join(untapped)} if untapped else {}
     groups = {"golden": golden, "truth": {name: truth[name] for name in golden}}
     hdf5.write(output, groups, valid=tokens.valid, attributes=attributes, documents=documents)
     measured = noise_of_taps(golden, list(others.values()), truth, tokens.valid, measured_feeds)

@@ -104,7 +104,7 @@ def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Finds the list of decoder layers by its length, num_hidden_layers of the config, and returns it with its name.
 
     Raises:
-        UserError: if there is no such list.
+        UserError: if the model has no list of that length.
     """
     number = num_layers(model.config.to_dict())
     names = {module: name for name, module in model.named_modules()}

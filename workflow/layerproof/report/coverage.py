@@ -137,8 +137,11 @@ def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
     found: dict[str, dict[str, list[str]]] = {}
     positions: dict[int, list[str]] = {}
     chosen: dict[str, int] = {}
+    untapped: dict[str, list[str]] = {}
     logits: list[str] = []
     for comparison in comparisons:
+        if modules := (comparison.get("golden") or {}).get("without_tap"):
+            untapped.setdefault(modules, []).append(comparison["stage"])
         if "other_choices" in (comparison.get("port") or {}):
             chosen[comparison["stage"]] = comparison["port"]["other_choices"]
         if "positions" in (comparison.get("port") or {}):
@@ -162,6 +165,10 @@ def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
             f"With taps the port chooses other experts at {counted(sum(chosen.values()), 'token')} than without "
             f"({ranges(list(chosen))}), at near-ties. The outputs that were compared are those with taps."
         )
+    sentences += [
+        f"No tap shows what {modules} returns ({ranges(stages)}), so a mistake in it shows at the taps after it."
+        for modules, stages in untapped.items()
+    ]
     sentences += [
         f"The port computes {count} positions ({ranges(stages)}). Those beyond the prompts are padding and were left out."
         for count, stages in positions.items()
