@@ -24,10 +24,6 @@ NORM = "model.norm.weight"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
 
 
-def _each(pairs: dict[str, Any]) -> list[tuple[str, Any]]:
-    return list(pairs.items())
-
-
 def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Case], None]:
     return lambda case: case.change(change)
 
@@ -210,7 +206,6 @@ def _renamed(tensors: dict[str, torch.Tensor], rename: Callable[[str], str]) -> 
 # config.json
 
 ROPE = {"rope_theta": 10000.0}
-DROP_ROPE = ("rope_parameters",)
 
 
 def _rope4(**scaling: Any) -> Callable[[Case], None]:
