@@ -45,8 +45,8 @@ class Row:
     mistake: dict[str, Any] | None = None
 
 
-def judge(model_type: str, seed: int, directory: Path) -> Row:
-    """The row of one type: whatever its run does, a row comes back."""
+def judge(model_type: str, seed: int, directory: Path, with_mistake: bool = True) -> Row:
+    """The row of one type, with a drawn mistake or without: whatever its run does, a row comes back."""
     started = time.perf_counter()
     said = io.StringIO()
     row = Row(model_type, seed, "crashed")
@@ -58,7 +58,7 @@ def judge(model_type: str, seed: int, directory: Path) -> Row:
                 row.outcome, row.sentence = "not run", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 row.trace = traceback.format_exc()
                 return row
-            _judge(row, directory)
+            _judge(row, directory, with_mistake)
     except StageError as error:
         row.outcome, row.sentence = "error", str(error)
         row.trace = traceback.format_exc()
@@ -113,7 +113,7 @@ def _is_finite(model: Any, ids: Any) -> bool:
     return bool(torch.isfinite(logits).all())
 
 
-def _judge(row: Row, directory: Path) -> None:
+def _judge(row: Row, directory: Path, with_mistake: bool) -> None:
     prompts = drawn_prompts(row.seed)
     write_json(directory / "ids.json", prompts.ids.tolist())
     inputs = {"prompts": None, "token_ids": str(directory / "ids.json")}
@@ -137,7 +137,7 @@ def _judge(row: Row, directory: Path) -> None:
         row.outcome = "passed"
     if not _is_whole(run.checkpoint, run.prompts, run.file("golden", run.stages[-1])):
         row.outcome, row.sentence = "not the model", "the golden's logits are not those of the whole model"
-    if row.outcome == "passed":
+    if row.outcome == "passed" and with_mistake:
         (directory / "doing").write_text("its mistake")
         row.mistake = detection.of_one(run, row.seed)
 

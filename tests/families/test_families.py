@@ -10,7 +10,7 @@ from layerproof import __version__
 pytestmark = pytest.mark.slow
 
 SEED = int(__version__.replace(".", ""))
-DRAWN = np.random.default_rng(SEED).choice(judged_types(), 4, replace=False).tolist()
+DRAWN = np.random.default_rng(SEED).choice(judged_types(), 3, replace=False).tolist()
 FOUND = {
     "falcon_h1": (27001, "a buffer that a module around its owner computes"),
     "inkling2_text": (70423, "block states that only later layers get"),
@@ -32,7 +32,7 @@ def test_a_drawn_family_passes_and_a_drawn_mistake_in_it_is_found(model_type, tm
 @pytest.mark.parametrize("model_type", FOUND)
 def test_what_a_fresh_seed_found_stays_mended(model_type, tmp_path):
     seed, _ = FOUND[model_type]
-    row = survey.judge(model_type, seed, tmp_path)
+    row = survey.judge(model_type, seed, tmp_path, with_mistake=False)
     assert row.outcome == "passed", row.trace or row.sentence
 
 
