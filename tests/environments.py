@@ -1,4 +1,4 @@
-"""Environments of their own for what does not go into that of the tests."""
+"""Environments of commands, and of packages that do not go into that of the tests."""
 
 import fcntl
 import os
@@ -7,10 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+from configs import QUICK
 from layerproof.files import sha256
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
 """What tests install for themselves and keep."""
+
+
+def environment() -> dict[str, str]:
+    """That of a command, without what a test of this process set up for itself.
+
+    Its port is taken, its rank another's, its compiler quick.
+    """
+    own = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PJRT_DEVICE", *QUICK)
+    return {name: value for name, value in os.environ.items() if name not in own}
 
 
 def install(pinned: Path) -> Path:

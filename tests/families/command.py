@@ -22,6 +22,8 @@ sys.path[:0] = [str(REPOSITORY / "workflow"), str(REPOSITORY / "tests")]
 
 import yaml  # noqa: E402
 
+from configs import QUICK  # noqa: E402
+from environments import environment  # noqa: E402
 from families import rows  # noqa: E402
 
 
@@ -29,7 +31,8 @@ def layerproof_run(folder: Path, settings: dict[str, Any]) -> tuple[int, str]:
     """`layerproof run` in a folder of its own: its exit code and what the terminal shows."""
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "layerproof", "run", "--cores", "1"]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow"), "NO_COLOR": "1", "HOME": str(folder)}
+    quick = {name: os.environ[name] for name in os.environ.keys() & QUICK}  # under pytest
+    env = environment() | quick | {"PYTHONPATH": str(REPOSITORY / "workflow"), "NO_COLOR": "1", "HOME": str(folder)}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.returncode, done.stdout

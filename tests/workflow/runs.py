@@ -5,7 +5,6 @@ import contextlib
 import fcntl
 import functools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import yaml
 import models
 import warm
 from configs import QUICK
-from environments import CACHE
+from environments import CACHE, environment
 from layerproof.compare.stage import compare_taps
 from layerproof.measure.noise import noise_of_taps
 from layerproof.rerun import source
@@ -42,12 +41,6 @@ class Run:
     text: str
     returncode: int
     log: str
-
-
-def environment() -> dict[str, str]:
-    """Without what a test of this process set up for itself: its port is taken, its rank another's, its compiler quick."""
-    own = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PJRT_DEVICE", *QUICK)
-    return {name: value for name, value in os.environ.items() if name not in own}
 
 
 @functools.cache

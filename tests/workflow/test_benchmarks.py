@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from runs import REPOSITORY, environment
+from runs import REPOSITORY
+
+from environments import environment
 
 SMALL = """
 import sys

@@ -8,9 +8,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, environment
+from runs import REPOSITORY
 
 import warm
+from environments import environment
 from layerproof.warm import VARIABLE
 from programs import write_program
 
