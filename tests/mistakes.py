@@ -30,6 +30,10 @@ class Mistake:
     put: Callable[[nn.Module], None]
 
 
+class NoMistakeFits(Exception):
+    """The module has no parameters and no modules of its own."""
+
+
 Place = Callable[[np.random.Generator], Mistake]
 
 
@@ -37,13 +41,13 @@ def draw(part: nn.Module, random: np.random.Generator) -> Mistake:
     """A mistake that this stage's module can have: first the kind is drawn, then the place, then the value.
 
     Raises:
-        ValueError: if no kind of mistake fits the module.
+        NoMistakeFits: if no kind of mistake fits the module.
     """
     places: dict[str, list[Place]] = {}
     for kind, place in (*_of_weights(part), *_of_modules(part)):
         places.setdefault(kind, []).append(place)
     if not places:
-        raise ValueError("no mistake fits a module without parameters and modules of its own")
+        raise NoMistakeFits
     of_kind = places[list(places)[random.integers(len(places))]]
     return of_kind[random.integers(len(of_kind))](random)
 

@@ -12,7 +12,7 @@ from torch import nn
 from bugs.harness import effect_of
 from families.one_process import Run
 from layerproof.port.contract import Stage
-from mistakes import Mistake, draw
+from mistakes import Mistake, NoMistakeFits, draw
 
 SHOWS_FROM = 2.0
 """Another mistake is drawn if the effect of one is less than this many times the limit at every tap."""
@@ -35,7 +35,7 @@ def of_one(run: Run, seed: int) -> dict[str, Any]:
         put = _Drawn(random)
         try:
             comparison = run.port(stage, put)
-        except ValueError:  # no mistake fits this stage
+        except NoMistakeFits:
             continue
         shows = max(map(effect_of, comparison["taps"].values()))
         if shows >= SHOWS_FROM:

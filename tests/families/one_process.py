@@ -36,9 +36,10 @@ def drawn_prompts(seed: int) -> tokens.Tokens:
 
 @dataclass(frozen=True)
 class Run:
-    """A checkpoint in `directory`, its prompts and its settings; the files of a part and stage lie where `file` says."""
+    """A checkpoint, its prompts and its settings; the files of a part and stage lie in `directory`, where `file` says."""
 
     directory: Path
+    checkpoint: Path
     prompts: tokens.Tokens
     settings: Config
     descriptions: dict[str, dict[str, Any]]
@@ -48,11 +49,7 @@ class Run:
         made = directory / "checkpoint"
         given = {"golden": {"device": "cpu"}, "port": {"backend": "transformers"}} | settings
         stages = all_stages(checkpoint.num_layers(checkpoint.read_config(made)))
-        return cls(directory, prompts, config_with(**given), loading.describe_stages(made, stages, False)[0])
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.directory / "checkpoint"
+        return cls(directory, made, prompts, config_with(**given), loading.describe_stages(made, stages, False)[0])
 
     @property
     def model_type(self) -> str:
@@ -109,6 +106,14 @@ class Run:
         port_stage.teacher_force_stage(runner, stage, self.descriptions[stage], fed, wanted, files.forced)
         subject = FailedStage(stage, self.checkpoint, self.descriptions, self.prompts, before, self.settings, LIMIT)
         return diagnose(subject, comparison, files)
+
+    def is_the_model(self, whole: Any) -> bool:
+        """Whether the golden's logits are, bit for bit, those of this model, which transformers loaded as a whole."""
+        ids, valid = torch.from_numpy(self.prompts.ids), torch.from_numpy(self.prompts.valid)
+        with torch.no_grad():
+            logits = whole(input_ids=ids, attention_mask=valid.long(), use_cache=False).logits
+        streamed = hdf5.to_torch(hdf5.read(self.file("golden", self.stages[-1]), "golden/out"))
+        return torch.equal(streamed[valid], logits[valid])
 
     def exact(self, stage: str) -> Exact:
         """Transformers' own stage in fp32, with the golden's input."""

@@ -13,11 +13,10 @@ from typing import Any
 
 from families import configs, detection
 from families.one_process import Run, drawn_prompts
-from layerproof.errors import StageError, UserError
+from layerproof.errors import StageError, UserError, one_line
 from layerproof.files import write_json
-from layerproof.model import checkpoint, tokens
+from layerproof.model import checkpoint
 from layerproof.model.resolve import resolve
-from layerproof.tensors import hdf5
 
 SPREADS = (1, 0.5, 0.25)
 """How far drawn weights lie apart, at first and after logits that are not finite."""
@@ -55,7 +54,7 @@ def judge(model_type: str, seed: int, directory: Path, with_mistake: bool = True
             try:
                 save(model_type, directory / "checkpoint", seed)
             except Exception as error:
-                row.outcome, row.sentence = "not run", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                row.outcome, row.sentence = "not run", f"{type(error).__name__}: {one_line(error)}"
                 row.trace = traceback.format_exc()
                 return row
             _judge(row, directory, with_mistake)
@@ -66,10 +65,8 @@ def judge(model_type: str, seed: int, directory: Path, with_mistake: bool = True
         row.outcome, row.sentence = "refused", str(error)
         row.trace = traceback.format_exc()
     except Exception as error:
-        row.sentence, row.trace = (
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            traceback.format_exc(),
-        )
+        row.outcome, row.sentence = "crashed", f"{type(error).__name__}: {one_line(error)}"
+        row.trace = traceback.format_exc()
     row.seconds = round(time.perf_counter() - started, 1)
     return row
 
@@ -135,7 +132,7 @@ def _judge(row: Row, directory: Path, with_mistake: bool) -> None:
             row.outcome, row.sentence = "false alarm", f"{row.sentence or ''}{stage}: {comparison['reason']} "
     if row.outcome == "crashed":
         row.outcome = "passed"
-    if not _is_whole(run.checkpoint, run.prompts, run.file("golden", run.stages[-1])):
+    if not run.is_the_model(_whole(run.checkpoint)):
         row.outcome, row.sentence = "not the model", "the golden's logits are not those of the whole model"
     if row.outcome == "passed" and with_mistake:
         (directory / "doing").write_text("its mistake")
@@ -149,19 +146,6 @@ def _whole(directory: Path) -> Any:
 
     architecture = getattr(transformers, checkpoint.read_config(directory)["architectures"][0])
     return architecture.from_pretrained(directory, dtype=torch.bfloat16).eval()
-
-
-def _is_whole(made: Path, prompts: tokens.Tokens, golden: Path) -> bool:
-    """Whether the golden's logits are, bit for bit, those of the whole model as transformers runs it."""
-    import torch
-
-    model = _whole(made)
-    ids, mask = torch.from_numpy(prompts.ids), torch.from_numpy(prompts.valid).long()
-    with torch.no_grad():
-        whole = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    streamed = hdf5.to_torch(hdf5.read(golden, "golden/out"))
-    valid = torch.from_numpy(prompts.valid)
-    return torch.equal(streamed[valid], whole[valid])
 
 
 def as_json(row: Row) -> dict[str, Any]:

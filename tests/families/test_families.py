@@ -5,7 +5,9 @@ import pytest
 
 from families import survey
 from families.configs import OUT_OF_SCOPE, WANTED, judged_types
+from families.one_process import Run, drawn_prompts
 from layerproof import __version__
+from layerproof.tensors import hdf5
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +36,18 @@ def test_what_a_fresh_seed_found_stays_mended(model_type, tmp_path):
     seed, _ = FOUND[model_type]
     row = survey.judge(model_type, seed, tmp_path, with_mistake=False)
     assert row.outcome == "passed", row.trace or row.sentence
+
+
+def test_the_choice_of_a_router_whose_experts_do_not_get_it_is_a_tap(tmp_path):
+    """Llama 4 multiplies inputs by scores: a near-tie that flips there was a false alarm (case 38 of seed 50127)."""
+    survey.save("llama4_text", tmp_path / "checkpoint", 38)
+    run = Run.of(tmp_path, drawn_prompts(38))
+    for stage in run.stages[:2]:
+        run.golden(stage)
+    with hdf5.reading(run.file("golden", "layer_000")) as file:
+        feeds = {one.name: one.fed_by for one in hdf5.feeds(file)}
+    assert feeds["router.choice"] == ("router.selection",)
+    assert "router.choice" in feeds["router.scores"]
 
 
 def test_every_type_of_transformers_is_judged_wanted_or_out_of_scope():

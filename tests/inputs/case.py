@@ -13,17 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs import REPOSITORY
-from layerproof.compare.stage import compare_stage
-from layerproof.golden import stage as golden_stage
-from layerproof.measure.rule import LIMIT
-from layerproof.model import handed, loading, tokens
-from layerproof.model.checkpoint import INDEX, SINGLE, read_config
-from layerproof.model.resolve import Run, resolve
-from layerproof.model.stages import all_stages, previous_stage
+from families.one_process import Run
+from layerproof.model import loading, tokens
+from layerproof.model.checkpoint import INDEX, SINGLE, num_layers, read_config
+from layerproof.model.resolve import resolve
+from layerproof.model.stages import all_stages
 from layerproof.paths import TINY_CHECKPOINT
-from layerproof.port import stage as port_stage
-from layerproof.port.runner import Runner
-from layerproof.tensors import hdf5
 from models import COMMON, save_drawn
 
 PROMPTS = "The cat sat on the mat.\n\nA second prompt, longer than the first one.\n"
@@ -120,38 +115,19 @@ class Case:
             UserError: what a user would read.
             AssertionError: if a stage does not pass, or the golden is not the model.
         """
-        run = resolve(self.settings)
-        directory = Path(run.settings.model.checkpoint)
-        trust, inputs = run.settings.model.trust_remote_code, run.settings.inputs
+        settings = resolve(self.settings).settings
+        directory, inputs, trust = Path(settings.model.checkpoint), settings.inputs, settings.model.trust_remote_code
         given = [Path(name) if name else None for name in (inputs.prompts, inputs.token_ids)]
-        tokens.make(self.folder / "tokens.json", directory, read_config(directory), *given, inputs.max_tokens, trust)
+        config = read_config(directory)
+        tokens.make(self.folder / "tokens.json", directory, config, *given, inputs.max_tokens, trust)
         prompts = tokens.Tokens.read(self.folder / "tokens.json")
-        stages = all_stages(run.num_layers)
-        descriptions, _ = loading.describe_stages(directory, stages, trust)
-        for stage in stages:
-            self._judge_stage(run, directory, prompts, descriptions[stage], stage)
-        ids, mask = torch.from_numpy(prompts.ids), torch.from_numpy(prompts.valid)
-        with torch.no_grad():
-            whole = self._whole(directory, trust)(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-        streamed = hdf5.to_torch(hdf5.read(self.file("golden", "lm_head"), "golden/out"))
-        assert torch.equal(streamed[mask], whole[mask]), "the golden's logits are not the whole model's"
-
-    def _judge_stage(
-        self, run: Run, directory: Path, prompts: tokens.Tokens, description: dict[str, Any], stage: str
-    ) -> None:
-        golden, noise, port = (self.file(part, stage) for part in ("golden", "noise", "port"))
-        before = previous_stage(stage, run.num_layers)
-        previous = [self.file(part, before) if before else None for part in ("golden", "noise")]
-        golden_stage.make_stage(stage, directory, description, prompts, *previous, golden, noise, run.settings)
-        runner = Runner.start(directory, prompts, run.settings)
-        port_stage.make_stage(runner, stage, description, handed.stage_input(previous[0], stage), port)
-        compared = compare_stage(stage, golden, noise, port, prompts.valid, LIMIT)
-        assert compared["status"] == "pass", f"{stage}: {compared['reason']}"
-
-    def file(self, part: str, stage: str) -> Path:
-        path = self.folder / part / f"{stage}.h5"
-        path.parent.mkdir(exist_ok=True)
-        return path
+        descriptions, _ = loading.describe_stages(directory, all_stages(num_layers(config)), trust)
+        run = Run(self.folder, directory, prompts, settings, descriptions)
+        for stage in run.stages:
+            run.golden(stage)
+            compared = run.port(stage)
+            assert compared["status"] == "pass", f"{stage}: {compared['reason']}"
+        assert run.is_the_model(self._whole(directory, trust)), "the golden's logits are not the whole model's"
 
     def _whole(self, directory: Path, trust: bool) -> Any:
         """The model as transformers loads it in bf16, dequantised if it has to be."""

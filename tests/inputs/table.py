@@ -224,6 +224,18 @@ def _long(change: Callable[[Case], None], length: int = 40) -> Callable[[Case], 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
 
+
+def _patched(model_type: str) -> Callable[[Case], None]:
+    """Passes the refusal of the unmodified model; what is left is that its weights are a Llama's."""
+
+    def change(case: Case) -> None:
+        case.config(model_type=model_type)
+        case.write("patch.py", "def patch(model, part, stage):\n    pass\n")
+        case.set(port={"module": str(case.folder / "patch.py")})
+
+    return change
+
+
 CONFIG: list[Row] = [
     ("no config.json", lambda case: (case.checkpoint / "config.json").unlink(), "config.json: does not exist"),
     ("a config that is not JSON", _raw_config("{'a': 1}"), "is not JSON"),
@@ -232,6 +244,7 @@ CONFIG: list[Row] = [
     ("an empty config", _raw_config("{}"), "num_hidden_layers is missing"),
     ("a model that transformers does not know", _config(model_type="llama9"), "cannot build this model"),
     ("a model that XLA does not survive", _config(model_type="jetmoe"), "port.backend"),
+    ("a model that XLA does not survive, patched", _patched("jetmoe"), "has no tensor for"),
     ("no model type", _config("model_type"), "cannot build this model"),
     ("an encoder", _config(model_type="bert", architectures=["BertModel"]), "has no tensor for"),
     ("an encoder and decoder", _config(model_type="t5", num_layers=1, architectures=["T5Model"]), "T5Model"),

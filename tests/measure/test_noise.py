@@ -319,7 +319,7 @@ def one_number(seed):
     """A tap of one number a token, of draws equally noisy at each, and one more draw."""
     random = np.random.default_rng(seed)
     truth = random.standard_normal((3, 30, 1))
-    draws = [truth + 2.0**-9 * random.standard_normal(truth.shape) for _ in range(5)]
+    draws = [truth + 2.0**-9 * random.standard_normal(truth.shape) for _ in range(3)]
     return draws, truth, np.ones(truth.shape[:2], bool)
 
 

@@ -11,6 +11,7 @@ import yaml
 
 import reports
 from layerproof import cli
+from layerproof.compare.relaid import LAST_TOKENS
 from layerproof.files import size, write_json
 from layerproof.measure.metrics import judge
 from layerproof.model import stages
@@ -352,6 +353,21 @@ def test_what_was_not_compared_is_listed_with_its_reason():
         "Positions from 6 on: no prompt is longer.",
     ):
         assert sentence in text
+
+
+def test_modules_without_a_tap_are_told():
+    stages = [reports.compared(f"layer_00{layer}") for layer in range(2)]
+    for stage in stages:
+        stage["golden"] = (stage.get("golden") or {}) | {"without_tap": "feed_forward.experts"}
+    (told,) = [one for one in not_looked_at(stages, []) if one.startswith("No tap shows")]
+    assert told.startswith("No tap shows what feed_forward.experts returns (layer_000 to layer_001)")
+
+
+def test_logits_of_the_last_tokens_alone_are_told():
+    head = reports.compared("lm_head")
+    head["taps"]["out"]["layout"] = LAST_TOKENS
+    assert any("logits of each prompt's last token and no others" in one for one in not_looked_at([head], []))
+    assert not any("layout" in one for one in not_looked_at([head], []))
 
 
 def test_experts_that_no_token_went_to_are_told():

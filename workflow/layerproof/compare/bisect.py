@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from layerproof.compare.relaid import at_last_tokens
-from layerproof.model.stages import LM_HEAD
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor
 
@@ -85,9 +84,7 @@ def bisect(
     def is_wrong(index: int) -> bool:
         stage = stages[index]
         wanted = hdf5.read(golden[stage], "golden/out")
-        mine, counted = run(stages[: index + 1]), valid
-        if stage == LM_HEAD:
-            mine, counted = at_last_tokens(mine, wanted, valid)
+        mine, counted = at_last_tokens(stage, run(stages[: index + 1]), wanted, valid)
         found = Strayed.measure(mine, wanted, counted)
         allowed = Strayed.measure(hdf5.read(noise[stage], "chained/out"), wanted, counted)
         wrong = found.is_wrong(allowed)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from layerproof.layouts import Layout, layouts
+from layerproof.model.stages import LM_HEAD
 from layerproof.taps import is_output
 from layerproof.tensors.tensor import Tensor
 
@@ -31,21 +32,21 @@ def as_golden(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tupl
     return taps, texts
 
 
-def at_last_tokens(logits: Tensor, wanted: Tensor, valid: np.ndarray) -> tuple[Tensor, np.ndarray]:
-    """Logits of each prompt's last token alone at their places in the golden's shape, and the tokens that then count.
+def at_last_tokens(stage: str, out: Tensor, wanted: Tensor, valid: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    """Puts logits of each prompt's last token at their places in the golden's shape; returns them and the tokens that count.
 
-    A port for serving often returns no others: [batch, 1, vocabulary] or [batch, vocabulary] for the golden's [batch, seq,
-    vocabulary]. Anything else comes back as it is, with all tokens in `valid`, bool [batch, seq].
+    A port for serving often returns no other logits: [batch, 1, vocabulary] or [batch, vocabulary] for the golden's [batch,
+    seq, vocabulary]. Any other output comes back as it is, with all tokens in `valid`, bool [batch, seq].
     """
     batch, seq, *rest = wanted.shape
-    if seq == 1 or tuple(logits.shape) not in ((batch, 1, *rest), (batch, *rest)):
-        return logits, valid
+    if stage != LM_HEAD or seq == 1 or tuple(out.shape) not in ((batch, 1, *rest), (batch, *rest)):
+        return out, valid
     prompts, last = np.arange(batch), seq - 1 - valid[:, ::-1].argmax(axis=1)
-    numbers = np.asarray(logits.data[...])
+    numbers = np.asarray(out.data[...])
     placed, counted = np.zeros((batch, seq, *rest), numbers.dtype), np.zeros_like(valid)
     placed[prompts, last] = numbers.reshape(batch, *rest)
     counted[prompts, last] = valid[prompts, last]
-    return Tensor(placed, logits.dtype), counted
+    return Tensor(placed, out.dtype), counted
 
 
 def can_be_forced(name: str, found: Tensor, wanted: Mapping[str, Tensor]) -> bool:

@@ -34,7 +34,6 @@ from layerproof.measure.routing import AFTER_ROUTER, CHOICE, experts_chosen, fli
 from layerproof.measure.rule import excess, failing_limit
 from layerproof.model import handed, loading
 from layerproof.model.experts import EXPERT_BY_EXPERT, register
-from layerproof.model.stages import LM_HEAD
 from layerproof.model.tokens import Tokens
 from layerproof.taps import OUT, Fed, canonical_after, merged, unseen_before
 from layerproof.tensors import hdf5
@@ -146,10 +145,8 @@ def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) ->
         feeds = hdf5.feeds(file)
     given = hdf5.read_group(files.forced, "port")
     isolated, forced = (as_golden(taps, wanted)[0] for taps in (hdf5.read_group(files.port, "port"), given))
-    valid = stage.tokens.valid
-    if stage.name == LM_HEAD:
-        isolated[OUT], valid = at_last_tokens(isolated[OUT], wanted[OUT], valid)
-        forced[OUT], _ = at_last_tokens(forced[OUT], wanted[OUT], stage.tokens.valid)
+    isolated[OUT], valid = at_last_tokens(stage.name, isolated[OUT], wanted[OUT], stage.tokens.valid)
+    forced[OUT], _ = at_last_tokens(stage.name, forced[OUT], wanted[OUT], stage.tokens.valid)
     # A tap that the port did not hand over in a layout that is the golden's without doubt could not be forced on the port,
     # so it is not forced on the golden either.
     golden_taps = {

@@ -180,10 +180,8 @@ def _module_tap(name: str, shape: torch.Size, untapped: set[str] | None = None) 
             return output
         if not _has_first(output):
             return output
-        tensor, is_norm = (
-            first_of(output),
-            "norm" in type(module).__name__.lower(),
-        )  # others may sort their rows by expert
+        tensor = first_of(output)
+        is_norm = "norm" in type(module).__name__.lower()  # others may sort their rows by expert
         has_weights = any(True for _ in module.parameters(recurse=False))
         if untapped is not None and has_weights and layout_of(tensor, shape, is_norm) is None:
             untapped.add(name)
@@ -287,13 +285,13 @@ class _Steps(TorchFunctionMode):
     larger. Where these are nearly tied, noise decides what follows (`measure.routing`).
     """
 
-    def __init__(self, shape: torch.Size, router: str | None, num_experts: int, experts_choose: bool) -> None:
+    def __init__(self, shape: torch.Size, router: str | None, num_experts: int, experts_get_choice: bool) -> None:
         """`shape` is [batch, seq], which the router's input no longer has; `router` is the path of the router.
 
-        Where experts get the choice, as `experts_choose` says, they are where it is tapped.
+        A choice that experts get is tapped where they get it, and any other where it is made.
         """
         super().__init__()
-        self.experts_choose = experts_choose
+        self.experts_get_choice = experts_get_choice
         self.shape = shape
         self.router = router
         self.num_experts = num_experts
@@ -308,9 +306,10 @@ class _Steps(TorchFunctionMode):
         in_router = self.router is not None and self.running[-1] == self.router
         if name == "topk":
             if in_router and self._is_by_expert(positional[0]):
-                selection = _flat("router.selection", positional[0], self.shape)
-                result = func(selection, *args[1:], **kwargs)
-                return result if self.experts_choose else torch.return_types.topk(self._of_router(selection, *result))
+                args = (_flat("router.selection", positional[0], self.shape), *args[1:])
+                if self.experts_get_choice:
+                    return func(*args, **kwargs)
+                return torch.return_types.topk(self._places(func(*args, **kwargs), args[0], "router.choice"))
             dim = positional[2] if len(args) > 2 else kwargs.get("dim", -1)
             return torch.return_types.topk(self._choice(func(*args, **kwargs), positional[0], dim))
         if (
@@ -333,31 +332,26 @@ class _Steps(TorchFunctionMode):
     def _is_by_expert(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() == self.shape.numel() * self.num_experts and tensor.shape[-1] == self.num_experts
 
-    def _of_router(
-        self, selection: torch.Tensor, values: torch.Tensor, places: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Taps the choice of a router whose experts do not get it, such as that of Llama 4."""
-        ordered = places.view(*self.shape, -1).sort(-1).values.int()
-        chosen = tap("router.choice", ordered)
-        if chosen is ordered:
-            return values, places
-        places = chosen.long().reshape(places.shape)
-        return selection.gather(-1, places), places
-
     def _choice(self, result: Any, taken_of: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Taps the places of the largest numbers along the last dim of a tensor with dims of batch and seq.
 
         `result` is what torch found, values and places; so is what is returned.
         """
-        values, places = result
-        layout, of_places = layout_of(taken_of, self.shape), layout_of(places, self.shape)
-        if layout is None or of_places is None or dim not in (-1, taken_of.ndim - 1):
-            return values, places
+        layout = layout_of(taken_of, self.shape)
+        if layout is None or layout_of(result[1], self.shape) is None or dim not in (-1, taken_of.ndim - 1):
+            return result
         name = self._next("choice")
         # Masks rule out by the lowest number of the dtype, which is another one in fp32.
         lowest = torch.finfo(torch.bfloat16).min / 2
         selection = taken_of.masked_fill(taken_of <= lowest, -torch.inf)
         tap(name.replace("choice", "selection"), layout.show(selection))
+        return self._places(result, taken_of, name)
+
+    def _places(self, result: Any, taken_of: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Taps the places of `result`, values and places, in ascending order; returns it, or what the tap says instead."""
+        values, places = result
+        of_places = layout_of(places, self.shape)
+        assert of_places is not None
         ordered = of_places.show(places).sort(-1).values.int()
         chosen = tap(name, ordered)
         if chosen is ordered:

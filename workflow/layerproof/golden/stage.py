@@ -144,8 +144,9 @@ def make_stage(
 
 def _too_long(stage: str, model: PreTrainedModel, tokens: Tokens) -> StageError | None:
     """The error if the prompts are longer than the model's table of positions, which may be why a lookup failed."""
-    positions, length = model.config.get_text_config(decoder=True).max_position_embeddings, tokens.ids.shape[1]
-    if length <= positions:
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    length = tokens.ids.shape[1]
+    if positions is None or length <= positions:
         return None
     return StageError(
         f"{stage}: a prompt has {length} tokens, but the model has a table of {positions} positions. Write "

@@ -22,7 +22,7 @@ import numpy as np
 from layerproof.measure.groups import by_expert, groups_of, relative, unit_ratio
 from layerproof.measure.routing import AFTER_ROUTER, CHOICE, choice_flips, choices_of_taps, experts_chosen
 from layerproof.taps import Fed
-from layerproof.tensors.tensor import CHUNK_ELEMENTS, Tensor, blocks, is_finite, token_numbers
+from layerproof.tensors.tensor import CHUNK_ELEMENTS, Tensor, blocks, is_finite, is_same, token_numbers
 from layerproof.threads import mapped
 
 if TYPE_CHECKING:
@@ -111,15 +111,9 @@ def _distinct(draws: Sequence[Tensor], compared: np.ndarray) -> list[Tensor]:
     """
     kept = [draws[0]]
     for draw in draws[1:]:
-        if not any(_is_copy(draw, earlier) for earlier in kept) and _as_finite(draw, draws[0], compared):
+        if not any(is_same(draw, earlier) for earlier in kept) and _as_finite(draw, draws[0], compared):
             kept.append(draw)
     return kept
-
-
-def _is_copy(draw: Tensor, earlier: Tensor) -> bool:
-    """Whether two draws are equal; if they are not, the first block usually shows it."""
-    pieces = blocks(draw.shape, CHUNK_ELEMENTS)
-    return all(np.array_equal(draw.read(*piece), earlier.read(*piece)) for piece in pieces)
 
 
 def _as_finite(draw: Tensor, golden: Tensor, compared: np.ndarray) -> bool:

@@ -49,15 +49,15 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
 
 def is_nowhere_finite(result: Mapping[str, Any]) -> bool:
     """Whether port, golden and truth have no finite element, and agree on what they have instead."""
-    if result.get("kind") != "float" or result["count"]:
-        return False
-    return not any(result["nonfinite"][name]["count"] for name in ("port_differs", "reference_differs"))
+    return result.get("kind") == "float" and not result["count"] and _is_finite_alike(result)
 
 
 def is_compared(result: Mapping[str, Any]) -> bool:
     """Whether floats were compared, and port, golden and truth are finite at the same elements."""
-    if result.get("kind") != "float" or not result["count"]:
-        return False
+    return result.get("kind") == "float" and result["count"] > 0 and _is_finite_alike(result)
+
+
+def _is_finite_alike(result: Mapping[str, Any]) -> bool:
     return not any(result["nonfinite"][name]["count"] for name in ("port_differs", "reference_differs"))
 
 

@@ -56,10 +56,11 @@ def resolve(raw: Mapping[str, Any]) -> Run:
         )
     described = checkpoint.read_config(directory)
     _check_quantization(directory, described.get("quantization_config"))
-    if settings.port.backend == "transformers" and described.get("model_type") in ENDS_XLA:
+    is_unmodified = settings.port.backend == "transformers" and settings.port.module is None
+    if is_unmodified and described.get("model_type") in ENDS_XLA:
         raise UserError(
             f"config.yaml: port.backend: XLA ends the process at the unmodified {described['model_type']}, whose shapes "
-            "depend on values. Name a port of your own: port.backend xla, and port.module."
+            "depend on values. Name a patch in port.module, or a port of your own (port.backend: xla)."
         )
     _read_inputs(settings.inputs, described)
     num_layers = checkpoint.num_layers(described)

@@ -103,12 +103,10 @@ def prepare_stage(job: StageRun) -> _Ready:
 class _WideSums(TorchDispatchMode):
     """Sums products of fp16 in fp32, as accelerators do. XLA on the CPU sums some of them, all batched ones, in fp16."""
 
-    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
-    WITH_ADDITION = (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
+    PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        is_product = func in self.PRODUCTS or func in self.WITH_ADDITION
-        if not is_product or args[0].dtype != torch.float16 or args[0].device.type != "xla":
+        if func not in self.PRODUCTS or args[0].dtype != torch.float16 or args[0].device.type != "xla":
             return func(*args, **(kwargs or {}))
         return func(*(one.float() for one in args), **(kwargs or {})).half()
 

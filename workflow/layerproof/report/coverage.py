@@ -104,6 +104,7 @@ def what_was_not_compared(
         said = reason.replace("this tap", "these taps") if len(taps) > 1 else reason
         sentences.append(f"{what} {were} not compared: {with_period(said)}")
     sentences += _layouts(comparisons)
+    sentences += _modules_without_tap(comparisons)
     left_out = {one["stage"]: one["routing"]["left_out"] for one in comparisons if one["routing"]}
     if sum(left_out.values()):
         sentences.append(
@@ -133,15 +134,12 @@ def what_was_not_compared(
 
 
 def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
-    """Which taps the port has in another layout, and whether it computes more positions than the prompts have."""
+    """Which taps the port has in another layout, and whether it computes other tokens than the golden."""
     found: dict[str, dict[str, list[str]]] = {}
     positions: dict[int, list[str]] = {}
     chosen: dict[str, int] = {}
-    untapped: dict[str, list[str]] = {}
     logits: list[str] = []
     for comparison in comparisons:
-        if modules := (comparison.get("golden") or {}).get("without_tap"):
-            untapped.setdefault(modules, []).append(comparison["stage"])
         if "other_choices" in (comparison.get("port") or {}):
             chosen[comparison["stage"]] = comparison["port"]["other_choices"]
         if "positions" in (comparison.get("port") or {}):
@@ -166,14 +164,22 @@ def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
             f"({ranges(list(chosen))}), at near-ties. The outputs that were compared are those with taps."
         )
     sentences += [
-        f"No tap shows what {modules} returns ({ranges(stages)}), so a mistake in it shows at the taps after it."
-        for modules, stages in untapped.items()
-    ]
-    sentences += [
         f"The port computes {count} positions ({ranges(stages)}). Those beyond the prompts are padding and were left out."
         for count, stages in positions.items()
     ]
     return sentences + logits
+
+
+def _modules_without_tap(comparisons: Sequence[Comparison]) -> list[str]:
+    """Which modules of the golden return what no tap shows."""
+    untapped: dict[str, list[str]] = {}
+    for comparison in comparisons:
+        if modules := (comparison.get("golden") or {}).get("without_tap"):
+            untapped.setdefault(modules, []).append(comparison["stage"])
+    return [
+        f"No tap shows what {modules} returns ({ranges(stages)}), so a mistake in it shows at the taps after it."
+        for modules, stages in untapped.items()
+    ]
 
 
 def _experts_without_tokens(comparisons: Sequence[Comparison]) -> list[str]:
