@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 
 from configs import config_with
@@ -589,30 +588,22 @@ def test_by_hand(side, device, code, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "warned"),
+    ("model_type", "golden", "status"),
     [
-        ({}, False),
-        ({"dtype": "float16"}, True),
-        ({"dtype": "float16", "device": "TPU"}, False),
-        ({"dtype": "float16", "backend": "nxdi"}, False),
+        ("llama", {}, None),
+        ("llama", {"attn_implementation": "sdpa"}, "ok"),
+        ("llama", {"experts_implementation": "grouped_mm"}, "fail"),
+        ("gemma2", {"attn_implementation": "sdpa"}, "fail"),
+        ("qwen3_moe", {"attn_implementation": "eager", "experts_implementation": "grouped_mm"}, "ok"),
     ],
 )
-def test_float16_on_the_cpu_is_warned_of(changed, warned, monkeypatch):
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    found = preflight.check_port_host(config_with(port=changed), None, GIB)
-    assert ("dtype" in statuses(found)) == warned
-
-
-def test_sums_of_float16_on_the_cpu_are_as_bad_as_that():
-    """And of bfloat16 not: XLA sums these in float32. When this fails, the check above is out of date."""
-    import torch_xla
-
-    device, random = torch_xla.device(), torch.Generator().manual_seed(0)
-    left, right = torch.randn(256, 256, generator=random), torch.randn(256, 256, generator=random) / 16
-    for dtype, bad in ((torch.float16, True), (torch.bfloat16, False)):
-        exact = left.to(dtype).double() @ right.to(dtype).double()
-        found = (left.to(dtype).to(device) @ right.to(dtype).to(device)).cpu().double()
-        assert ((found - exact).norm() > 5 * (exact.to(dtype).double() - exact).norm()) == bad
+def test_implementations_that_the_model_lacks_end_the_run(model_type, golden, status, tmp_path):
+    save(model_type, tmp_path / "model", 0)
+    found = list(preflight.check_implementations(config_with(golden=golden), tmp_path / "model"))
+    assert [check.status for check in found] == ([status] if status else [])
+    if status == "fail":
+        (key,) = golden
+        assert found[0].text.startswith(f"config.yaml: golden.{key}: the model has no {golden[key]} (")
 
 
 def test_a_file_to_write_wants_what_a_job_has(capsys, tmp_path):

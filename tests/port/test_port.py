@@ -11,6 +11,7 @@ from layerproof.errors import StageError
 from layerproof.measure.rule import LIMIT
 from layerproof.model import checkpoint, handed, loading
 from layerproof.model.stages import all_stages, previous_stage
+from layerproof.port import prepare
 from layerproof.port import stage as port_stage
 from layerproof.port.runner import Runner, load_module
 from layerproof.tensors import hdf5
@@ -308,3 +309,31 @@ def test_what_is_no_tap_is_told(golden, tmp_path, old, new, message):
     with pytest.raises(StageError) as error:
         run_edited(golden, tmp_path, old, new)
     assert message in str(error.value)
+
+
+def test_products_of_float16_on_the_cpu_are_summed_in_float32():
+    """XLA sums them in fp16, and those of bf16 not; when that part fails, the port need not do it."""
+    import torch_xla
+
+    device, random = torch_xla.device(), torch.Generator().manual_seed(0)
+    left, right = torch.randn(3, 64, 256, generator=random), torch.randn(3, 256, 64, generator=random) / 16
+
+    def error(dtype, multiply):
+        """In units of one rounding of the exact product."""
+        exact = left.to(dtype).double() @ right.to(dtype).double()
+        found = multiply(left.to(dtype).to(device), right.to(dtype).to(device)).cpu().double()
+        return float((found - exact).norm() / (exact.to(dtype).double() - exact).norm())
+
+    def bias(like):
+        return torch.zeros(64, dtype=like.dtype, device=like.device)
+
+    products = (
+        torch.bmm,
+        lambda a, b: torch.stack([torch.mm(*pair) for pair in zip(a, b, strict=True)]),
+        lambda a, b: torch.stack([torch.addmm(bias(a), *pair) for pair in zip(a, b, strict=True)]),
+        lambda a, b: torch.baddbmm(bias(a), a, b),
+    )
+    assert error(torch.float16, torch.bmm) > 5 and error(torch.bfloat16, torch.bmm) < 2
+    for multiply in products:
+        with prepare._WideSums():
+            assert error(torch.float16, multiply) < 2

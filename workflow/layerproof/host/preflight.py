@@ -72,6 +72,7 @@ def check_side(
     is_sharded = side == "port" and whole.status != FAIL and directory.exists()
     return [
         *check_host(config, prediction, _available_memory()),
+        *(check_implementations(config, directory) if side == "golden" and whole.status != FAIL else ()),
         *(check_sharding(checkpoint.read_config(directory), config.parallel.tp) if is_sharded else ()),
         check_disk(results, prediction, shutil.disk_usage(existing_parent(results)).free),
         whole,
@@ -90,6 +91,24 @@ def check_golden_host(config: Config, prediction: Mapping[str, Any] | None, avai
         yield check_memory("golden", prediction, available)
 
 
+def check_implementations(config: Config, directory: Path) -> Iterator[Check]:
+    """Checks that transformers has the implementations of attention and experts in this model that the config names."""
+    golden = config.golden
+    if not golden.attn_implementation and not golden.experts_implementation:
+        return
+    from layerproof.model.loading import meta_model
+
+    named = {"attn_implementation": golden.attn_implementation, "experts_implementation": golden.experts_implementation}
+    given = {key: value for key, value in named.items() if value}
+    text = ", ".join(f"golden.{key}: {value}" for key, value in given.items())
+    try:
+        meta_model(directory, config.model.trust_remote_code, **given)
+    except UserError as error:
+        yield Check("implementations", FAIL, str(error))
+    else:
+        yield Check("implementations", OK, text)
+
+
 def check_port_host(config: Config, prediction: Mapping[str, Any] | None, available: int) -> Iterator[Check]:
     """Checks libraries, Neuron if the port runs on it, and host memory, of which `available` bytes are free."""
     port = config.port
@@ -100,9 +119,6 @@ def check_port_host(config: Config, prediction: Mapping[str, Any] | None, availa
         yield Check("device", OK, f"XLA's {device}; port.device is {port.device}")
     if port.backend == "nxdi":
         yield from check_nxdi(find_spec)
-    elif device == "CPU" and port.dtype == "float16":
-        text = "XLA on the CPU adds up float16 products in float16, with ten times the error of one rounding, so stages fail"
-        yield Check("dtype", WARN, text, "Write port.dtype: bfloat16 or float32 on this device.")
     if on_neuron:
         yield from check_neuron(prediction, os.environ, config.parallel.tp)
     yield check_memory("port", prediction, available, config.parallel.tp)

@@ -62,6 +62,12 @@ from layerproof.tensors.hdf5 import dtype_name
 
 log = logging.getLogger(__name__)
 
+IMPLEMENTATIONS = {
+    "attn_implementation": "attention implementation",
+    "experts_implementation": "experts implementation",
+}
+"""Options of transformers, and the words by which its errors speak of them."""
+
 
 def meta_model(
     directory: Path, trust_remote_code: bool, dtype: torch.dtype | None = None, **implementations: str
@@ -79,9 +85,20 @@ def meta_model(
         with torch.device("meta"):
             model = _from_config(config, trust_remote_code, dtype=dtype or torch.float32, **implementations)
     except Exception as error:  # of any kind: the code may come with the checkpoint
-        raise cannot_build(directory, error) from error
+        raise _not_implemented(error, implementations) or cannot_build(directory, error) from error
     _keep_fp32(model)
     return model.eval()
+
+
+def _not_implemented(error: Exception, implementations: Mapping[str, str]) -> UserError | None:
+    """The error if transformers does not have an implementation that the config asks for in this model."""
+    for key, words in IMPLEMENTATIONS.items():
+        if key in implementations and words in str(error):
+            return UserError(
+                f"config.yaml: golden.{key}: the model has no {implementations[key]} ({one_line(error)}). Write null, and "
+                "transformers chooses."
+            )
+    return None
 
 
 def _from_config(config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
