@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from configs import REPOSITORY, config_with
 from layerproof import config
 from layerproof.compare.stage import compare_stage
 from layerproof.config import Config
-from layerproof.diagnose.diagnose import FailedStage, Files, diagnose
+from layerproof.diagnose.diagnose import FailedStage, Files, Sibling, diagnose
 from layerproof.files import read_json, write_json
 from layerproof.golden import stage as golden_stage
 from layerproof.measure.rule import LIMIT
@@ -139,6 +139,7 @@ def run(
     dtype: str = "bfloat16",
     diagnosed: bool = True,
     also_loads: Sequence[str] = (),
+    sibling: str | None = None,
 ) -> Outcome:
     """Runs a stage of the port with this source, or of unmodified transformers without one, and judges it."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -167,7 +168,11 @@ def run(
         port_stage.teacher_force_stage(runner, stage, description, fed, wanted, files.forced)
         descriptions = {name: model.description(name) for name in model.stages}
         subject = FailedStage(stage, model.checkpoint, descriptions, model.prompts, before, SETTINGS, LIMIT)
-        diagnosis = diagnose(subject, comparison, files)
+        other = sibling and Sibling(
+            replace(subject, name=sibling, previous=model.previous(sibling)),
+            *(model.directory / f"{folder}/{sibling}.h5" for folder in ("golden", "noise")),
+        )
+        diagnosis = diagnose(subject, comparison, files, other or None)
     out = comparison["taps"]["out"]
     effect = max(map(effect_of, comparison["taps"].values()))
     return Outcome(

@@ -14,6 +14,7 @@ from layerproof.diagnose import diagnose
 from layerproof.diagnose.result import undiagnosed
 from layerproof.errors import StageError
 from layerproof.files import read_json, write_json
+from layerproof.report.ruled_out import without_ruled_out
 from layerproof.rerun.job import Job
 from layerproof.tensors import hdf5
 
@@ -45,6 +46,48 @@ def test_a_port_without_taps_is_diagnosed_by_its_output_alone(model, tmp_path):
     assert culprit["tap"] == "out" and culprit["tried"] > 100
     assert culprit["cause"]["name"] == "router_sigmoid"
     assert culprit["cause"]["R_explained"] < 1.5 < culprit["cause"]["runner_up"]["R_explained"]
+
+
+LOADED_TWICE = (
+    "    state = {name.removeprefix(prefix): weight for",
+    """    if stage.layer == 1:
+        weights = {name: 2 * one if name.endswith("o_proj.weight") else one for name, one in weights.items()}
+    state = {name.removeprefix(prefix): weight for""",
+)
+DOUBLED_IN_CODE = (
+    "def build(",
+    """def build(stage):
+    layer = right(stage)
+    if stage.layer == 1:
+        layer.self_attn.o_proj.register_forward_hook(lambda module, args, output: 2 * output)
+    return layer
+
+
+def right(""",
+)
+
+
+@pytest.mark.parametrize(
+    ("edits", "cause"),
+    [((LOADED_TWICE,), None), ((DOUBLED_IN_CODE,), "sharded_sum_twice")],
+    ids=["by its weights", "by its code"],
+)
+def test_a_cause_in_code_that_a_passing_stage_shares_is_dropped(model, edits, cause, tmp_path):
+    """An attention whose output is twice too large in one layer: if its code is the other layers', its weights are."""
+    source = port_source(*edits)
+    fails = harness.run(model, STAGE, source, tmp_path / STAGE, sibling="layer_002")
+    passes = harness.run(model, "layer_002", source, tmp_path / "layer_002")
+    assert passes.comparison["status"] == "pass"
+    assert fails.culprits[0]["cause"]["name"] == "sharded_sum_twice"
+    assert fails.culprits[0]["elsewhere"]["stage"] == "layer_002" and fails.culprits[0]["elsewhere"]["excess"] > 2
+    (kept,) = without_ruled_out([fails.diagnosis], [fails.comparison, passes.comparison])
+    culprit = kept["culprits"][0]
+    assert (culprit["cause"] and culprit["cause"]["name"]) == cause
+    if not cause:
+        assert "But layer_002 passes with the same compiled code" in culprit["findings"][0]
+        assert kept["together"] is None
+    (alone,) = without_ruled_out([fails.diagnosis], [fails.comparison, passes.comparison | {"status": "fail"}])
+    assert alone == fails.diagnosis
 
 
 STRICT = "positions[:, None] >= positions", "positions[:, None] > positions"
@@ -105,7 +148,15 @@ def run_verb(directory, comparison):
         (directory / name).write_text("{}" if name.endswith(".json") else "")
     write_json(directory / FILES["comparison"], comparison)
     settings = selected(config_with(), ["model", "golden", "compare.limit"])
-    job = Job(f"diagnosis/{STAGE}", settings, {"fed_by": [], "related": []}, {}, "", "", "")
+    job = Job(
+        f"diagnosis/{STAGE}",
+        settings,
+        {"fed_by": [], "related": [], "sibling": [], "sibling_fed_by": []},
+        {},
+        "",
+        "",
+        "",
+    )
     job.write(directory / "job.json")
     files = [part for flag, name in FILES.items() for part in (f"--{flag}", name)]
     return subprocess.run(

@@ -169,8 +169,18 @@ class ChainComparison(TypedDict):
     logits: dict[str, Any] | None
 
 
+class Elsewhere(TypedDict):
+    """A stage of the same kind, and how many times too far off its output is with the same mistake in the golden's code."""
+
+    stage: str
+    excess: float | None
+
+
 class Culprit(TypedDict):
-    """A tap at which a stage goes wrong by itself, in results/diagnosis/STAGE.json."""
+    """A tap at which a stage goes wrong by itself, in results/diagnosis/STAGE.json.
+
+    `elsewhere` is where else the cause would show; `instead` is the best cause that would not, and only with `elsewhere`.
+    """
 
     tap: str
     forced: bool
@@ -178,6 +188,8 @@ class Culprit(TypedDict):
     excess: float | None
     at: str | None
     cause: Cause | None
+    elsewhere: Elsewhere | None
+    instead: Cause | None
     nearest: dict[str, Any] | None
     tried: int
     findings: list[str]

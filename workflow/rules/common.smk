@@ -236,6 +236,23 @@ def related_stages(wildcards):
     return stages.related_stages(wildcards.stage, RUN.num_layers)
 
 
+def sibling(wildcards):
+    """The layer of the same kind, in a list, into which a mistake in this one's code is put, too."""
+    found = stages.sibling(wildcards.stage, STAGES, KINDS)
+    return [found] if found else []
+
+
+def own_and_sibling(pattern):
+    """The files of a stage and of its sibling."""
+    return lambda wildcards: expand(pattern, stage=[wildcards.stage, *sibling(wildcards)])
+
+
+def sibling_fed_by(wildcards):
+    """The stages whose golden outputs feed the sibling."""
+    before = (stages.previous_stage(stage, RUN.num_layers) for stage in sibling(wildcards))
+    return [stage for stage in before if stage]
+
+
 def needs_taps(stage):
     """Whether the taps of a stage are needed where they were dropped: all are kept now, or its comparison has to run."""
     if stage not in STAGES or CONFIG.compare.taps == "all":

@@ -32,16 +32,19 @@ rule diagnose_stage:
     """Which known mistake a stage that fails behaves like."""
     input:
         comparison=rules.compare_stage.output.comparison,
-        golden=GOLDEN_FILES.tensors,
-        noise=GOLDEN_FILES.noise,
+        golden=own_and_sibling(GOLDEN_FILES.tensors),
+        noise=own_and_sibling(GOLDEN_FILES.noise),
         port=rules.port_stage.output.tensors,
         forced=rules.teacher_force_stage.output.tensors,
         weights=lambda wildcards: expand(
-            "results/weights/{stage}.json", stage=[wildcards.stage, *related_stages(wildcards)]
+            "results/weights/{stage}.json",
+            stage=dict.fromkeys([wildcards.stage, *related_stages(wildcards), *sibling(wildcards)]),
         ),
         tokens=rules.tokens.output.tokens,
         config=CONFIG_JSON,
-        previous=previous_golden,
+        previous=lambda wildcards: expand(
+            GOLDEN_FILES.tensors, stage=dict.fromkeys([*fed_by(wildcards), *sibling_fed_by(wildcards)])
+        ),
         job=job(
             "diagnosis/{stage}",
             "golden",
@@ -49,6 +52,8 @@ rule diagnose_stage:
             packages=["torch", "transformers", "numpy", "numba"],
             fed_by=fed_by,
             related=related_stages,
+            sibling=sibling,
+            sibling_fed_by=sibling_fed_by,
         ),
     output:
         diagnosis=update("results/diagnosis/{stage}.json"),

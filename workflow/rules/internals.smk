@@ -91,6 +91,8 @@ def rerun_requested(job_name, name):
 # its stages. Each stage keeps its own files, log, record and job file, so it runs only if it must.
 
 SIGNATURES = checkpoint.stage_signatures(Path(CONFIG.model.checkpoint), ALL_STAGES)
+LAYER_TYPES = dict(enumerate(checkpoint.layer_types(checkpoint.read_config(Path(CONFIG.model.checkpoint)))))
+KINDS = {name: (SIGNATURES[name], str(LAYER_TYPES.get(stages.layer_of(name)))) for name in ALL_STAGES}
 BLOCKS = {
     # rule: side, its stages, what only stages of one block may share, minutes that its jobs take whatever the size
     "golden_stage": ("golden", [] if IMPORTS_GOLDEN or CONFIG.golden.mode == "whole" else GOLDEN, None, 2),

@@ -116,6 +116,9 @@ class _Attempt:
             "excess": self.excess,
         }
 
+    def as_cause(self, tap: str, runner_up: Mapping[str, Any] | None) -> dict[str, Any]:
+        return self.summary(tap) | {"runner_up": runner_up}
+
 
 @dataclass(frozen=True)
 class Files:
@@ -127,18 +130,47 @@ class Files:
     forced: Path
 
 
-def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Sibling:
+    """A stage of the same kind as one that fails, with the files of its golden and of the golden's noise."""
+
+    stage: FailedStage
+    golden: Path
+    noise: Path
+
+
+def diagnose(
+    stage: FailedStage, comparison: Mapping[str, Any], files: Files, sibling: Sibling | None = None
+) -> dict[str, Any]:
     """The content of results/diagnosis/STAGE.json for a stage whose comparison fails.
 
     `culprits` are taps at which the port goes wrong by itself, in the order that data flows. Each has `tap`, `forced`
     (False for the first tap that fails, if none fails when teacher-forced), the `R` of that run that decides, the group
     that it is `at` (None for the whole tap), `cause` (`name`, `text`, `R_explained`, `runner_up`) or None, `tried` (the
     number of faults), `nearest` (the best of them if none explains the tap), and `findings`, sentences on where its
-    error is. `together` has the causes, and R of the port's isolated output against the golden with all of them.
+    error is. `elsewhere` says that the cause would show in the `sibling` too, if it is a mistake in code, and `instead` is
+    the best of the causes that would not; of these the verdict chooses, which knows how the sibling fared. `together` has
+    the causes, and R of the port's isolated output against the golden with all of them.
 
     Raises:
         StageError: if a file is damaged, the port could not be forced, or the golden cannot run.
     """
+    found, explaining = _diagnose(stage, comparison, files)  # lets go of its stage before the sibling is loaded
+    if sibling and any(explaining):
+        shows = _Elsewhere.of(sibling)
+        for culprit, attempts in zip(found["culprits"], explaining, strict=True):
+            places = {attempt: shows.place(attempt.faults) for attempt in attempts}
+            culprit["elsewhere"] = places[attempts[0]] if attempts else None
+            if culprit["elsewhere"]:
+                better = next((one for one, place in places.items() if not place), None)
+                culprit["instead"] = better and better.as_cause(culprit["tap"], None)
+    return found
+
+
+def _diagnose(
+    stage: FailedStage, comparison: Mapping[str, Any], files: Files
+) -> tuple[dict[str, Any], list[list[_Attempt]]]:
+    """The diagnosis, and for each culprit the attempts that explain it, best first."""
     device = golden_stage.resolve_device(stage.settings.golden.device)
     wanted = hdf5.read_group(files.golden, "golden")
     with hdf5.reading(files.golden) as file:
@@ -181,11 +213,9 @@ def diagnose(stage: FailedStage, comparison: Mapping[str, Any], files: Files) ->
         culprits = [_explain(replace(alone, truth=truth, noise=noise), first, comparison["taps"][first], False)]
         if first in _moved_by_compiling(files.port):
             culprits[0][0]["findings"].insert(0, ONLY_COMPILED)
-    causes = tuple(dict.fromkeys(fault for _, faults in culprits for fault in faults))
-    return undiagnosed(stage.name) | {
-        "culprits": [culprit for culprit, _ in culprits],
-        "together": _together(alone, causes),
-    }
+    causes = tuple(dict.fromkeys(fault for _, explaining in culprits for one in explaining[:1] for fault in one.faults))
+    found = {"culprits": [culprit for culprit, _ in culprits], "together": _together(alone, causes)}
+    return undiagnosed(stage.name) | found, [explaining for _, explaining in culprits]
 
 
 def _moved_by_compiling(port: Path) -> list[str]:
@@ -241,16 +271,50 @@ def _without_flips(noise: Mapping[str, Noise], choice: Tensor | None, truth: Ten
     }
 
 
-def _explain(
-    bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool
-) -> tuple[dict[str, Any], tuple[Fault, ...]]:
-    """A culprit, and the faults that explain it: the best of those that may show at this tap first.
+@dataclass(frozen=True)
+class _Elsewhere:
+    """The golden's stage into which the causes of another one are put, too, and what its output is compared with."""
+
+    golden: GoldenStage
+    taps: Mapping[str, Tensor]
+    wanted: Tensor
+    truth: Tensor
+    noise: Noise
+    valid: np.ndarray
+    limit: float
+
+    @classmethod
+    def of(cls, sibling: Sibling) -> _Elsewhere:
+        stage = sibling.stage
+        golden, _ = load(stage, golden_stage.resolve_device(stage.settings.golden.device))
+        wanted, truth = (hdf5.read(sibling.golden, f"{group}/{OUT}") for group in ("golden", "truth"))
+        noise = read_noise(sibling.noise)[OUT]
+        return cls(golden, _arrays(golden.run({})), wanted, truth, noise, stage.tokens.valid, stage.limit)
+
+    def place(self, faults: Sequence[Fault]) -> dict[str, Any] | None:
+        """The stage and how many times too far off its output is, if faults in the code would make it fail."""
+        try:
+            if not self.golden.are_of_code(faults):
+                return None
+            taps = _arrays(self.golden.run({}, faults))
+        except NotApplicable:
+            return None
+        left_out = ~self.noise.compared
+        if CHOICE in taps and CHOICE in self.taps:
+            left_out = left_out | flips(taps[CHOICE], self.taps[CHOICE])
+        result = judge(taps[OUT], self.wanted, self.truth, self.valid, self.limit, left_out & self.valid, self.noise)
+        return {"stage": self.golden.name, "excess": result["excess"]} if result["status"] == "fail" else None
+
+
+def _explain(bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool) -> tuple[dict[str, Any], list[_Attempt]]:
+    """A culprit, and the attempts that explain it, best first, with faults that may show at this tap first.
 
     No fault is named for a tap just above its limit: too many explain an effect that small.
     """
     above = excess(result, bench.limit) if result.get("kind") == "float" else None
     attempts = _attempts(bench, tap) if above is None or above >= NAMED_FROM else []
-    best = attempts[0] if attempts and attempts[0].explains else None
+    explaining = [attempt for attempt in attempts if attempt.explains]
+    best = explaining[0] if explaining else None
     near = attempts[0] if attempts and not best and _own_R(result) / NEAR > attempts[0].R else None
     runner_up = next((one.summary(tap) for one in attempts if best and one.names != best.names), None)
     R, _, where = failing_limit(result, bench.limit)
@@ -260,7 +324,9 @@ def _explain(
         "R": R,
         "excess": above,
         "at": where,
-        "cause": best.summary(tap) | {"runner_up": runner_up} if best else None,
+        "cause": best.as_cause(tap, runner_up) if best else None,
+        "elsewhere": None,
+        "instead": None,
         "nearest": near.summary(tap) if near else None,
         "tried": len({fault for attempt in attempts for fault in attempt.faults}),
         "findings": findings(
@@ -276,7 +342,7 @@ def _explain(
     }
     if above is not None and above < NAMED_FROM:
         culprit["findings"].insert(0, JUST_ABOVE.format(times(above)))
-    return culprit, best.faults if best else ()
+    return culprit, explaining
 
 
 def _own_R(result: Mapping[str, Any]) -> float:

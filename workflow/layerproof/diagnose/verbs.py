@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,15 @@ def teacher_force(args: argparse.Namespace) -> None:
 
 def diagnose(args: argparse.Namespace) -> None:
     def task_of(job: Job) -> Task:
-        stage, before = job.stage, only(of_stages(args.previous, job.arguments["fed_by"]))
+        stage, siblings = job.stage, job.arguments["sibling"]
+        before, before_sibling = (
+            only(of_stages(args.previous, job.arguments[key])) for key in ("fed_by", "sibling_fed_by")
+        )
         comparison, golden, noise, port, forced = (
             of_stage(paths, stage) for paths in (args.comparison, args.golden, args.noise, args.port, args.forced)
         )
-        weights = of_stages(args.weights, [stage, *job.arguments["related"]])
+        of_sibling = [of_stage(paths, name) for name in siblings for paths in (args.golden, args.noise)]
+        weights = of_stages(args.weights, [stage, *job.arguments["related"], *siblings])
         (output,) = of_stages(args.outputs, [stage])
         output = output.absolute()
 
@@ -107,14 +112,17 @@ def diagnose(args: argparse.Namespace) -> None:
                 job.config,
                 job.config.compare.limit,
             )
-            files = diagnose.Files(golden, noise, port, forced)
-            found = diagnose.diagnose(subject, compared, files)
+            other = None
+            if siblings:
+                previous = before_sibling and before_sibling.absolute()
+                other = diagnose.Sibling(replace(subject, name=only(siblings), previous=previous), *of_sibling)
+            found = diagnose.diagnose(subject, compared, diagnose.Files(golden, noise, port, forced), other)
             for culprit in found["culprits"]:
                 log.info("%s: %s: %s", job.name, culprit["tap"], (culprit["cause"] or {}).get("text", "no known cause"))
             write_json(output, found)
 
-        files = comparison, golden, noise, port, forced, *weights, args.tokens, args.config, before
-        return task(args, job, [path for path in files if path], work)
+        files = comparison, golden, noise, port, forced, *of_sibling, *weights, args.tokens, args.config
+        return task(args, job, [*files, *dict.fromkeys(path for path in (before, before_sibling) if path)], work)
 
     def leave_undiagnosed(task: Task, error: StageError) -> None:
         (output,) = task.outputs

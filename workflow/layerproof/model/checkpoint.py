@@ -157,6 +157,13 @@ def num_layers(config: Mapping[str, Any]) -> int:
     )
 
 
+def layer_types(config: Mapping[str, Any]) -> list[Any]:
+    """Returns the type of each decoder layer, as far as a config.json lists them, also if the text model's is nested."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    listed = (part.get(key) for part in parts for key in LAYER_LISTS)
+    return next((types for types in listed if isinstance(types, list)), [])
+
+
 def _at_least_one(key: str, layers: int) -> int:
     if layers < 1:
         raise UserError(

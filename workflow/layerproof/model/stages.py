@@ -1,7 +1,7 @@
 """Names of stages: `embed`, `layer_000` ..., `norm`, `lm_head`, and how users select them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from layerproof.errors import UserError
 
@@ -95,6 +95,13 @@ def related_stages(stage: str, num_layers: int) -> list[str]:
     if layer is not None:
         return [layer_stage(other) for other in (layer - 1, layer + 1) if 0 <= other < num_layers]
     return [EMBED, NORM] if stage == LM_HEAD else []
+
+
+def sibling(stage: str, stages: Sequence[str], kinds: Mapping[str, Hashable]) -> str | None:
+    """Returns the nearest of `stages` before this one that is of its kind, or else the nearest after it, if any."""
+    own = stages.index(stage)
+    candidates = [*reversed(stages[:own]), *stages[own + 1 :]]
+    return next((other for other in candidates if kinds[other] == kinds[stage]), None)
 
 
 def first_run(stages: Sequence[str], num_layers: int) -> list[str]:

@@ -9,7 +9,7 @@ without compiling (`eager`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ Taps = dict[str, torch.Tensor]
 Tensors = Sequence[torch.Tensor]
 
 XLA, NEURON = "xla", "neuron"
+LARGEST_CONSTANTS = 2**24
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,63 @@ def trace_xla(function: Callable[..., Tensors], given: Tensors, name: str) -> Gr
     # Trace copies: code that writes to its inputs in place, such as a cache, then leaves the originals alone, and the
     # graph is the same.
     outputs = [output.to(given[0].device) for output in function(*(tensor.clone() for tensor in given))]
-    context = xla.lowering.LoweringContext(name)
-    context.build(outputs)
-    program = context.hlo()
-    place = {context.tensor_parameter_id(tensor): index for index, tensor in enumerate(given)}
-    held = context.device_parameter_id_tensor_mapping()
-    constants = {number: tensor for number, tensor in held.items() if number not in place}
-    computation = xla._xla_op_computation_from_module_proto(name, program)
+    lowered = _Lowered.of(outputs, given, name)
+    computation = xla._xla_op_computation_from_module_proto(name, lowered.program)
 
     def run(tensors: Tensors) -> Tensors:
-        arguments = [constants[number] if number in constants else tensors[place[number]] for number in sorted(held)]
-        return xla._xla_user_computation(f"xla::{name}", arguments, computation)
+        return xla._xla_user_computation(f"xla::{name}", lowered.arguments(tensors), computation)
 
-    digest = hashlib.sha256(program)
-    for number in sorted(constants):
-        digest.update(_bytes(constants[number]))
-    return Graph(run, tuple(constants.values()), digest.hexdigest())
+    return Graph(run, tuple(lowered.constants.values()), lowered.digest)
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """What torch-xla recorded of pending outputs: a program whose parameters, by number, are tensors that were given, at
+    their `places`, or `constants`.
+    """
+
+    program: bytes
+    places: Mapping[int, int]
+    constants: Mapping[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, outputs: Tensors, given: Tensors, name: str) -> _Lowered:
+        import torch_xla
+
+        context = torch_xla._XLAC.lowering.LoweringContext(name)  # pyright: ignore[reportPrivateImportUsage]
+        context.build(list(outputs))
+        place = {context.tensor_parameter_id(tensor): index for index, tensor in enumerate(given)}
+        held = context.device_parameter_id_tensor_mapping()
+        places = {number: place[number] for number in sorted(held) if number in place}
+        return cls(context.hlo(), places, {number: held[number] for number in sorted(held) if number not in place})
+
+    def arguments(self, given: Tensors) -> list[torch.Tensor]:
+        arguments = {**self.constants, **{number: given[place] for number, place in self.places.items()}}
+        return [arguments[number] for number in sorted(arguments)]
+
+    @property
+    def digest(self) -> str:
+        digest = hashlib.sha256(self.program)
+        digest.update(str(self.places).encode())
+        for number, constant in self.constants.items():
+            digest.update(b"%d" % number + _bytes(constant))
+        return digest.hexdigest()
+
+
+def graph_digest(outputs: Tensors, given: Tensors) -> str | None:
+    """A digest of the graph of pending `outputs` on an XLA device, whatever the values of the tensors in `given`.
+
+    It covers all other numbers. None without an XLA device, if the compiler does not report the graph, or if tensors of
+    more than `LARGEST_CONSTANTS` elements are not in `given`, such as weights that were cast on the device.
+    """
+    if any(tensor.device.type != "xla" for tensor in outputs):
+        return None
+    try:
+        lowered = _Lowered.of(outputs, [tensor for tensor in given if tensor.device.type == "xla"], "stage")
+    except RuntimeError:
+        return None
+    is_large = sum(tensor.numel() for tensor in lowered.constants.values()) > LARGEST_CONSTANTS
+    return None if is_large else lowered.digest
 
 
 def trace_neuron(flags: Sequence[str], folder: Path) -> Trace:

@@ -85,6 +85,13 @@ class _Ready:
     def forward(self, with_taps: bool, forced: Mapping[str, torch.Tensor] | None = None) -> Taps:
         return self.call(self.inputs, with_taps, forced)
 
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """What makes one stage differ from another of the same code: what was read from disk, and the inputs."""
+        loaded = self.conversion["parameters"]
+        own = (*self.module.named_parameters(), *self.module.named_buffers())
+        return [*(tensor for name, tensor in own if name in loaded and loaded[name]["of"]), *self.inputs]
+
     def to_compile(self) -> compiled.Stage:
         return compiled.Stage(self.module, self.inputs, self.others(), self.call)
 

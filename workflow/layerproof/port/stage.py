@@ -58,7 +58,9 @@ def make_stage(
     documents: dict[str, Any] = {hdf5.CONVERSION: ready.conversion}
     log.info("port/%s: weights converted, compiles and runs without taps", stage)
     with torch.no_grad():
-        plain = _on_host(ready.forward(with_taps=False))
+        pending = ready.forward(with_taps=False)
+        graph = compiled.graph_digest(list(pending.values()), ready.given)
+        plain = _on_host(pending)
         log.info("port/%s: compiles and runs with taps", stage)
         with locating() as places:
             tapped = _on_host(ready.forward(with_taps=True))
@@ -75,7 +77,7 @@ def make_stage(
             documents[hdf5.COMPILED] = compiled.describe(shipped, tapped | plain, eager)
     facts = {"device": runner.environment.hardware, "kind": ready.signature, "taps_change_output": change}
     facts |= {"backend": runner.settings.port.backend}
-    attributes: dict[str, Any] = {"stage": stage, **facts}
+    attributes: dict[str, Any] = {"stage": stage, **facts, **({"graph": graph} if graph else {})}
     if chosen := _other_choices(plain, tapped):
         plain, attributes["other_choices"] = tapped, chosen
     _write(runner, output, tapped | plain, attributes, documents)

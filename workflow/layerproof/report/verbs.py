@@ -10,6 +10,7 @@ from layerproof.errors import UserError
 from layerproof.failures import as_stage_error
 from layerproof.files import read_json, write_json, write_text
 from layerproof.report import manifest, verdicts
+from layerproof.report.ruled_out import without_ruled_out
 from layerproof.rerun.command import (
     Verbs,
     add_job_verb,
@@ -178,8 +179,9 @@ def collect_verdicts(args: argparse.Namespace) -> None:
 
     def work() -> None:
         files = (args.comparisons, args.chains, args.diagnoses)
-        contents = (list(map(read_json, paths)) for paths in files)
-        write_json(output, verdicts.collect(*contents, limit=job.config.compare.limit))
+        comparisons, chains, diagnoses = (list(map(read_json, paths)) for paths in files)
+        found = without_ruled_out(diagnoses, comparisons)
+        write_json(output, verdicts.collect(comparisons, chains, found, limit=job.config.compare.limit))
 
     run_tasks(args, [task(args, job, [*args.comparisons, *args.chains, *args.diagnoses], work)])
 
@@ -229,7 +231,7 @@ def write_report(args: argparse.Namespace) -> None:
             verdicts=read_json(args.verdicts),
             comparisons=comparisons,
             chains=list(map(read_json, args.chains)),
-            diagnoses=list(map(read_json, args.diagnoses)),
+            diagnoses=without_ruled_out(list(map(read_json, args.diagnoses)), comparisons),
             plots={path.stem: path for path in args.plots},
             unused=read_json(args.unused),
             audit=read_json(args.audit),

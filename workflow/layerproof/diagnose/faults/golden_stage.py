@@ -135,6 +135,11 @@ class GoldenStage:
                 handed=self.handed,
             )
 
+    def are_of_code(self, faults: Sequence[Fault]) -> bool:
+        """Whether faults change what the stage computes, and none of its weights."""
+        with self._with(faults):
+            return not self._originals
+
     @contextlib.contextmanager
     def _with(self, faults: Sequence[Fault]) -> Iterator[None]:
         with contextlib.ExitStack() as self._stack:
