@@ -102,7 +102,7 @@ def check_implementations(config: Config, directory: Path) -> Iterator[Check]:
     given = {key: value for key, value in named.items() if value}
     text = ", ".join(f"golden.{key}: {value}" for key, value in given.items())
     try:
-        meta_model(directory, config.model.trust_remote_code, **given)
+        meta_model(directory, config.model.trust_remote_code, None, **given)
     except UserError as error:
         yield Check("implementations", FAIL, str(error))
     else:
