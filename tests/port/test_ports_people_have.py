@@ -1,4 +1,6 @@
-"""Ports as people have them: copies of a class of Hugging Face, plain modules, fp16, logits of the last token alone."""
+"""Ports as people have them: copies of a class of Hugging Face, code of the Hub, plain modules, fp16, last logits alone."""
+
+import json
 
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ import pytest
 from families.one_process import Run
 from layerproof.compare.relaid import LAST_TOKENS
 from layerproof.compare.stage import compare_chain
+from layerproof.files import write_json
 from layerproof.model import tokens
 from models import save
 
@@ -29,6 +32,48 @@ def patch(model, part, stage):
         ported = TrnLlamaDecoderLayer(model.config, stage.layer).to(stage.dtype).eval()
         ported.load_state_dict(part.state_dict())
         model.model.layers[stage.layer] = ported
+"""
+
+REMOTE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own_llama"
+
+class OwnBlock(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        outer, inner = config.hidden_size, config.intermediate_size
+        self.gate, self.up = (torch.nn.Linear(outer, inner, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(inner, outer, bias=False)
+
+    def forward(self, hidden_states):
+        return self.down(ACTIVATION(self.gate(hidden_states)) * self.up(hidden_states))
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks = torch.nn.ModuleList(OwnBlock(config) for _ in range(config.num_hidden_layers))
+        self.post_init()
+"""
+"""Code that comes with a checkpoint on the Hub: `modeling_own.py`, which its config.json names under `auto_map`."""
+
+OF_THE_HUB = """
+from pathlib import Path
+from transformers import AutoConfig, AutoModel
+
+HUB = str(Path(__file__).parent / "hub")
+CONFIG = AutoConfig.from_pretrained(HUB, trust_remote_code=True)
+
+def patch(model, part, stage):
+    if stage.layer is None:
+        return
+    block = AutoModel.from_config(CONFIG, trust_remote_code=True).blocks[stage.layer].to(stage.dtype).eval()
+    block.load_state_dict({name.replace("_proj", ""): tensor for name, tensor in part.mlp.state_dict().items()})
+    part.mlp = block
 """
 
 PLAIN = '''
@@ -157,6 +202,25 @@ def test_a_copy_of_a_class_of_hugging_face_under_another_name(checkpoint, factor
     if failing:
         taps = run.port("layer_001")["taps"]
         assert next(name for name, tap in taps.items() if tap["status"] == "fail") == "attn.out"
+
+
+@pytest.mark.parametrize(
+    ("activation", "failing"),
+    [("torch.nn.functional.silu", []), ("torch.nn.functional.gelu", ["layer_000", "layer_001"])],
+)
+def test_code_that_comes_with_a_checkpoint_of_the_hub_as_a_piece_of_the_model(
+    checkpoint, monkeypatch, tmp_path, activation, failing
+):
+    """The golden is another one, transformers' own Llama, and runs without that code."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    described = json.loads((checkpoint / "checkpoint/config.json").read_text())
+    names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModel": "modeling_own.OwnModel"}
+    write_json(checkpoint / "hub/config.json", described | {"model_type": "own_llama", "auto_map": names})
+    (checkpoint / "hub/modeling_own.py").write_text(REMOTE.replace("ACTIVATION", activation))
+    run = a_run(checkpoint, OF_THE_HUB, backend="transformers")
+    assert [stage for stage, status in statuses(run).items() if status != "pass"] == failing
+    if failing:
+        assert run.port("layer_001")["taps"]["mlp.out"]["status"] == "fail"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
