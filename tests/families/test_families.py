@@ -7,6 +7,7 @@ from families import survey
 from families.configs import OUT_OF_SCOPE, WANTED, judged_types
 from families.one_process import Run, drawn_prompts
 from layerproof import __version__
+from layerproof.model import tokens
 from layerproof.tensors import hdf5
 
 pytestmark = pytest.mark.slow
@@ -36,6 +37,16 @@ def test_what_a_fresh_seed_found_stays_mended(model_type, tmp_path):
     seed, _ = FOUND[model_type]
     row = survey.judge(model_type, seed, tmp_path, with_mistake=False)
     assert row.outcome == "passed", row.trace or row.sentence
+
+
+def test_what_is_handed_over_is_known_behind_what_the_device_wraps(tmp_path):
+    """An fp32 port of a bf16 model whose norm reads block states: a crash (case 128 of false alarms with seed 281126)."""
+    survey.save("inkling2_text", tmp_path / "checkpoint", 128)
+    port = {"backend": "transformers", "dtype": "float32"}
+    run = Run.of(tmp_path, tokens.pad([[5], [6, 7, 8], [9, 10]], 0), port=port)
+    for stage in run.stages:
+        run.golden(stage)
+        assert run.port(stage)["status"] == "pass"
 
 
 def test_the_choice_of_a_router_whose_experts_do_not_get_it_is_a_tap(tmp_path):

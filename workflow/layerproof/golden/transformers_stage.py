@@ -188,7 +188,7 @@ class _StageRun:
         found = {name: from_tap(self.handed[name], dims[name]) for name in dims if name in self.handed}
         empty = {name: tensor for name, tensor in call.tensors().items() if tensor.is_meta and not tensor.numel()}
         dtype = cast("torch.Tensor", self.stage_input).dtype
-        return {name: torch.empty_like(one, dtype=dtype, device=self.device) for name, one in empty.items()} | found
+        return {name: torch.empty(one.shape, dtype=dtype, device=self.device) for name, one in empty.items()} | found
 
     def _learn(self, index: int, call: Call) -> None:
         """Lets what the model computes after a call use what this stage is given."""
