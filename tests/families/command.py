@@ -22,23 +22,21 @@ sys.path[:0] = [str(REPOSITORY / "workflow"), str(REPOSITORY / "tests")]
 
 import yaml  # noqa: E402
 
-from configs import QUICK  # noqa: E402
 from environments import environment  # noqa: E402
 from families import rows  # noqa: E402
 
 
-def layerproof_run(folder: Path, settings: dict[str, Any]) -> tuple[int, str]:
+def layerproof_run(folder: Path, settings: dict[str, Any], **variables: str) -> tuple[int, str]:
     """`layerproof run` in a folder of its own: its exit code and what the terminal shows."""
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "layerproof", "run", "--cores", "1"]
-    quick = {name: os.environ[name] for name in os.environ.keys() & QUICK}  # under pytest
-    env = environment() | quick | {"PYTHONPATH": str(REPOSITORY / "workflow"), "NO_COLOR": "1", "HOME": str(folder)}
+    env = environment() | {"PYTHONPATH": str(REPOSITORY / "workflow"), "NO_COLOR": "1", "HOME": str(folder)} | variables
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.returncode, done.stdout
 
 
-def judge(item: tuple[str, int], folder: Path) -> dict[str, Any]:
+def judge(item: tuple[str, int], folder: Path, **variables: str) -> dict[str, Any]:
     """The row of one family: the command's exit code and the headline of verdicts.json, or the end of what it said."""
     from families import survey
     from families.one_process import drawn_prompts
@@ -52,7 +50,9 @@ def judge(item: tuple[str, int], folder: Path) -> dict[str, Any]:
     )
     inputs = {"prompts": None, "token_ids": "ids.json"}
     code, said = layerproof_run(
-        folder, {"model": {"checkpoint": "checkpoint"}, "inputs": inputs, "port": {"backend": "transformers"}}
+        folder,
+        {"model": {"checkpoint": "checkpoint"}, "inputs": inputs, "port": {"backend": "transformers"}},
+        **variables,
     )
     verdicts = folder / "results/verdicts.json"
     headline = json.loads(verdicts.read_text())["headline"] if verdicts.exists() else said[-300:]

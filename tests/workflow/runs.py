@@ -17,7 +17,7 @@ import psutil
 import yaml
 
 import models
-import warm
+import warm_server
 from configs import QUICK
 from environments import CACHE, environment
 from layerproof.compare.stage import compare_taps
@@ -129,11 +129,11 @@ class Workflow:
 
     def command(self, *arguments: str, target: str = "results/report.html", cold: bool = False) -> list[str]:
         arguments = ("-m", "snakemake", "--cores", "1", *arguments, "--", *target.split())
-        return [sys.executable, *arguments] if cold or self.cold else warm.command(*arguments)
+        return [sys.executable, *arguments] if cold or self.cold else warm_server.command(*arguments)
 
     def options(self, warm_jobs: bool = False) -> dict:
         """Of subprocess; without warm jobs each starts its own Python, unless the workflow is `cold`."""
-        warm_start = {} if self.cold else {VARIABLE: warm.server() if warm_jobs else "off"}
+        warm_start = {} if self.cold else {VARIABLE: warm_server.server() if warm_jobs else "off"}
         return {
             "cwd": self.directory,
             "env": environment() | (QUICK if self.quick else {}) | warm_start,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import REPOSITORY
 
-import warm
+import warm_server
 from environments import environment
 from layerproof.warm import VARIABLE
 from programs import write_program
@@ -34,7 +34,7 @@ rule done:
 
 
 def run(*command, cwd, code=0, **variables):
-    env = environment() | {"PATH": f"{BIN}:{os.environ['PATH']}", VARIABLE: warm.server()} | variables
+    env = environment() | {"PATH": f"{BIN}:{os.environ['PATH']}", VARIABLE: warm_server.server()} | variables
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

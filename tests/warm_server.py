@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-WARM = Path(__file__).resolve().parents[2] / "workflow/layerproof/warm"
+WARM = Path(__file__).resolve().parents[1] / "workflow/layerproof/warm"
 
 
 @functools.cache
