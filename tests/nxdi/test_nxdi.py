@@ -104,6 +104,20 @@ def test_every_tap_of_a_right_model_passes(model, cpu_mode, tmp_path):
         assert set(model.config["layer_types"]) == {"full_attention", "sliding_attention"}
 
 
+def test_a_mixture_of_experts_may_begin_with_a_dense_layer(tmp_path):
+    """Its settings are those that the library documents, with dtypes as strings, which it replaces in what it is given."""
+    model = Model(tmp_path, "qwen3_moe")
+    runner, found = model.runner(neuron_config={"router_config": {"act_fn": "softmax", "dtype": "float32"}}), {}
+    for stage in model.stages:
+        port_stage.make_stage(runner, stage, model.descriptions[stage], model.input(stage), tmp_path / f"{stage}.h5")
+        assert model.failures(stage, tmp_path / f"{stage}.h5") == {}, stage
+        found[stage] = hdf5.read_group(tmp_path / f"{stage}.h5", "port").keys()
+    assert runner.settings.port.nxdi.neuron_config["router_config"]["dtype"] == "float32", "a copy was given away"
+    dense, sparse = found["layer_000"], found["layer_001"]
+    assert {"attn.q_norm", "attn.k_norm"} < dense & sparse
+    assert "mlp.gate" in dense - sparse and "router.scores" in sparse - dense
+
+
 def test_fused_projections_come_apart_into_their_taps(qwen, tmp_path):
     qwen.run("layer_001", tmp_path / "out.h5", neuron_config={"fused_qkv": True})
     assert qwen.failures("layer_001", tmp_path / "out.h5") == {}
@@ -366,8 +380,16 @@ def test_codes_without_their_scales_are_no_weights(minimax, monkeypatch, tmp_pat
             {"taps": {"attn.q_norm": "self_attn.q_layernrm"}},
             r"no layer has a submodule self_attn\.q_layernrm.* self_attn\.q_norm",
         ),
+        (
+            {"neuron_config": {"fused_qvk": True}},
+            r"neuron_config: MoENeuronConfig does not know fused_qvk\. Did you mean fused_qkv\?",
+        ),
+        (
+            {"config": {"mistake": "raises"}},
+            r"cannot be built for 1 rank \(ValueError at modeling_minimax_m2\.py:\d+: no such",
+        ),
         ({"taps": {"attn.x": "self_attn"}}, 'port.nxdi.taps: "attn.x" is not a tap'),
-        ({"config": {"num_local_experts": 9}}, r"cannot convert the checkpoint \(KeyError: .*experts.8"),
+        ({"config": {"num_local_experts": 9}}, r"cannot convert the checkpoint \(KeyError at \S+: .*experts.8"),
     ],
 )
 def test_what_does_not_fit_is_one_line(minimax, nxdi, message, tmp_path):

@@ -46,6 +46,7 @@ OTHER_NAMES = (
     (r"^self_attn\.([qk])_layernorm$", r"self_attn.\1_norm"),
     (r"^self_attn\.(out_proj|dense|c_proj)$", "self_attn.o_proj"),
     (r"^(ln_1|operator_norm)$", "input_layernorm"),
+    (r"^(pre|post)_mlp_layernorm$", r"\1_feedforward_layernorm"),
 )
 """Other names of these modules, as patterns and what they usually are called."""
 

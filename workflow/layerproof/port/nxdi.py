@@ -17,11 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import gc
+import inspect
+import logging
 import os
 import re
+import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -137,7 +142,7 @@ class Port:
             get_sharded_checkpoint(given, part, torch.distributed.get_rank(), torch.distributed.get_world_size())
         except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(
-                f"{stage.name}: {self.causal_lm.__name__} cannot convert the checkpoint ({type(error).__name__}: {error})."
+                f"{stage.name}: {self.causal_lm.__name__} cannot convert the checkpoint ({self._said(error)})."
             ) from error
         finally:
             gc.unfreeze()
@@ -196,7 +201,7 @@ class Port:
             ranks = torch.distributed.get_world_size()
             raise StageError(
                 f"{stage.name}: {self.causal_lm.__name__} cannot be built for {ranks} rank{'s' * (ranks > 1)} "
-                f"({type(error).__name__}: {error}). Correct parallel.tp, port.nxdi.config or port.nxdi.neuron_config."
+                f"({self._said(error)}). Correct parallel.tp, port.nxdi.config or port.nxdi.neuron_config."
             ) from error
 
     def _application(self, stage: Stage) -> Any:
@@ -209,19 +214,33 @@ class Port:
         given = self._neuron_settings(stage, neuron_config)
         attributes = copy.deepcopy(dict(self.settings.config))  # the library modifies its arguments
         try:
-            config = _configuration(self.config_class, neuron_config(**given), stage, attributes)
+            with _Unexpected() as unexpected:
+                made = neuron_config(**given)
+            config = _configuration(self.config_class, made, stage, attributes)
             application = self.causal_lm(str(stage.checkpoint), config)
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise StageError(
                 f"{stage.name}: {self.causal_lm.__name__} does not accept the configuration "
-                f"({type(error).__name__}: {error}). Set what is missing in port.nxdi.config or port.nxdi.neuron_config."
+                f"({self._said(error)}). Set what is missing in port.nxdi.config or port.nxdi.neuron_config."
             ) from error
+        for name in self.settings.neuron_config:
+            if any(repr(name) in said for said in unexpected.said):
+                near = difflib.get_close_matches(name, vars(made), 1)
+                remedy = f"Did you mean {near[0]}?" if near else "Remove this key."
+                raise StageError(f"port.nxdi.neuron_config: {neuron_config.__name__} does not know {name}. {remedy}")
         if config.neuron_config.sequence_parallel_enabled:
             raise StageError(
                 f"{stage.name}: sequence_parallel_enabled keeps only the last token, but Layerproof compares all "
                 "tokens. Set it to false in port.nxdi.neuron_config."
             )
         return application
+
+    def _said(self, error: Exception) -> str:
+        """An error with its type, and the last line of the model's own file that it came from, if any."""
+        file = inspect.getfile(self.causal_lm)
+        own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        where = f" at {Path(file).name}:{own[-1]}" if own else ""
+        return f"{type(error).__name__}{where}: {error}"
 
     def _neuron_settings(self, stage: Stage, neuron_config: type) -> dict[str, Any]:
         from neuronx_distributed_inference.models.config import MoENeuronConfig
@@ -233,6 +252,25 @@ class Port:
             given = settings.get("blockwise_matmul_config", {})
             settings["blockwise_matmul_config"] = {"use_torch_block_wise": True, **given}
         return settings | dict(zip(OF_THE_RUN, (*stage.shape, dtype, ranks), strict=True))
+
+
+class _Unexpected(logging.Handler):
+    """What a NeuronConfig says inside the block of arguments that it does not know: it only logs them, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "Unexpected keyword arguments" in record.getMessage():
+            self.said.append(record.getMessage())
+
+    def __enter__(self) -> _Unexpected:
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        logging.getLogger().removeHandler(self)
 
 
 def _configuration(of: Any, neuron_config: Any, stage: Stage, attributes: Mapping[str, Any]) -> Any:

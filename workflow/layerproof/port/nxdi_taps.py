@@ -27,12 +27,12 @@ OUTPUTS = {
     "attn.k_norm": ("self_attn.k_layernorm", "self_attn.k_norm"),
     "attn.out": ("self_attn.o_proj",),
     "post_attn_norm": ("post_attention_layernorm",),
-    "pre_mlp_norm": ("pre_feedforward_layernorm",),
+    "pre_mlp_norm": ("pre_feedforward_layernorm", "pre_mlp_layernorm"),
     "router.choice": ("MLP.router[2]", "MLP.moe.router[2]"),
     "mlp.gate": ("MLP.gate_proj",),
     "mlp.up": ("MLP.up_proj",),
     "mlp.out": ("MLP",),
-    "post_mlp_norm": ("post_feedforward_layernorm",),
+    "post_mlp_norm": ("post_feedforward_layernorm", "post_mlp_layernorm"),
 }
 """For each tap, the submodules of a layer whose output it is.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from layerproof.diagnose.faults.golden_stage import PATHS, Faults, GoldenStage, NotApplicable
+from layerproof.golden.layer_taps import usual_name
 
 BEFORE_MLP = ("post_attn_norm", "pre_mlp_norm")
 FAULTS = fault = Faults()
@@ -19,7 +20,8 @@ def _stream(stage: GoldenStage, tap: str, change: Change) -> None:
 
     This stream includes the attention's output.
     """
-    if tap == "post_attn_norm" and "pre_feedforward_layernorm" in dict(stage.module.named_children()):
+    names = {usual_name(name) for name, _ in stage.module.named_children()}
+    if tap == "post_attn_norm" and PATHS["pre_mlp_norm"] in names:
         raise NotApplicable("the norm after the attention is not on the stream")
     x = _input(stage)
     stage.input(stage.part(PATHS[tap]), lambda stream: change(stream, x.to(stream.dtype)))

@@ -1,3 +1,5 @@
+import logging
+
 import torch
 
 
@@ -14,7 +16,8 @@ class NeuronConfig:
         self.fused_qkv = kwargs.pop("fused_qkv", False)
         self.sequence_parallel_enabled = kwargs.pop("sequence_parallel_enabled", False)
         self.is_prefill_stage = None
-        self.unexpected = kwargs  # the library logs them and goes on
+        if kwargs:
+            logging.warning(f"NeuronConfig init: Unexpected keyword arguments: {kwargs}")
 
 
 class BlockwiseMatmulConfig:
@@ -24,13 +27,20 @@ class BlockwiseMatmulConfig:
 
 class RouterConfig:
     def __init__(self, act_fn="softmax", dtype=torch.float32):
-        self.act_fn, self.dtype = act_fn, getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        self.act_fn, self.dtype = act_fn, dtype
+
+    @classmethod
+    def of(cls, given):
+        """Replaces a dtype's name in the very mapping that it is given."""
+        if isinstance(given.get("dtype"), str):
+            given["dtype"] = getattr(torch, given["dtype"])
+        return cls(**given)
 
 
 class MoENeuronConfig(NeuronConfig):
     def __init__(self, **kwargs):
         self.blockwise_matmul_config = BlockwiseMatmulConfig(**kwargs.pop("blockwise_matmul_config", {}))
-        self.router_config = RouterConfig(**(kwargs.pop("router_config", None) or {}))
+        self.router_config = RouterConfig.of(kwargs.pop("router_config", None) or {})
         self.normalize_top_k_affinities = not kwargs.pop("disable_normalize_top_k_affinities", False)
         super().__init__(**kwargs)
 

@@ -77,6 +77,8 @@ class NeuronMiniMaxM2Attention(NeuronAttentionBase):
         self.rotary_dim = config.rotary_dim
         self.q_norm = WholeRMSNorm(config.num_attention_heads * self.head_dim, config.rms_norm_eps, config.mistake)
         self.k_norm = WholeRMSNorm(config.num_key_value_heads * self.head_dim, config.rms_norm_eps, config.mistake)
+        if config.mistake == "raises":
+            raise ValueError("no such attention")
         if config.mistake == "no sum":
             self.o_proj.o_proj.forward = lambda x: nn.functional.linear(x, self.o_proj.o_proj.weight)
         if config.mistake == "never called":  # as if the method were named otherwise
