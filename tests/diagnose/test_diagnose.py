@@ -90,6 +90,18 @@ def test_a_cause_in_code_that_a_passing_stage_shares_is_dropped(model, edits, ca
     assert alone == fails.diagnosis
 
 
+def test_a_sibling_without_a_golden_takes_no_diagnosis_away(model, tmp_path):
+    before = harness.run(model, STAGE, port_source(LOADED_TWICE), tmp_path / "alone")
+    golden = model.directory / "golden/layer_002.h5"
+    golden.rename(tmp_path / "layer_002.h5")
+    try:
+        hdf5.write_error(golden, StageError("layer_002: the shard is damaged"))
+        found = harness.run(model, STAGE, port_source(LOADED_TWICE), tmp_path / "with", sibling="layer_002")
+    finally:
+        (tmp_path / "layer_002.h5").rename(golden)
+    assert found.diagnosis == before.diagnosis and found.culprits[0]["elsewhere"] is None
+
+
 STRICT = "positions[:, None] >= positions", "positions[:, None] > positions"
 
 

@@ -24,6 +24,7 @@ from layerproof.config import Config, changed
 from layerproof.diagnose.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
 from layerproof.diagnose.findings import findings
 from layerproof.diagnose.result import undiagnosed
+from layerproof.errors import StageError
 from layerproof.golden import stage as golden_stage
 from layerproof.golden.variants import last_bits_changed, variants
 from layerproof.measure.groups import R_MAX
@@ -157,13 +158,15 @@ def diagnose(
     """
     found, explaining = _diagnose(stage, comparison, files)  # lets go of its stage before the sibling is loaded
     if sibling and any(explaining):
-        shows = _Elsewhere.of(sibling)
+        try:
+            shows = _Elsewhere.of(sibling)
+        except StageError as error:
+            print(f"what the causes would do in {sibling.stage.name} is not known: {error}")
+            return found
         for culprit, attempts in zip(found["culprits"], explaining, strict=True):
-            places = {attempt: shows.place(attempt.faults) for attempt in attempts}
-            culprit["elsewhere"] = places[attempts[0]] if attempts else None
-            if culprit["elsewhere"]:
-                better = next((one for one, place in places.items() if not place), None)
-                culprit["instead"] = better and better.as_cause(culprit["tap"], None)
+            if attempts and (place := shows.place(attempts[0].faults)):
+                better = next((one for one in attempts[1:] if not shows.place(one.faults)), None)
+                culprit |= {"elsewhere": place, "instead": better and better.as_cause(culprit["tap"], None)}
     return found
 
 
@@ -297,7 +300,10 @@ class _Elsewhere:
             if not self.golden.are_of_code(faults):
                 return None
             taps = _arrays(self.golden.run({}, faults))
-        except NotApplicable:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as reason:  # as in _try
+            print(f"{faults[-1].name} in {self.golden.name}: does not apply, {reason}")
             return None
         left_out = ~self.noise.compared
         if CHOICE in taps and CHOICE in self.taps:

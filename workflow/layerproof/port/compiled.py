@@ -24,6 +24,7 @@ Tensors = Sequence[torch.Tensor]
 
 XLA, NEURON = "xla", "neuron"
 LARGEST_CONSTANTS = 2**24
+"""Elements of constants that a digest of a graph covers: they are copied to the host for it."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def _is_ruled_out(culprit: Culprit, stage: str, comparisons: Mapping[str, Compar
 
 
 def _is_same_code(one: Comparison, other: Comparison) -> bool:
-    graphs: list[Any] = [comparison["port"].get("graph") for comparison in (one, other)]
+    graphs: list[Any] = [(comparison.get("port") or {}).get("graph") for comparison in (one, other)]
     return graphs[0] is not None and graphs[0] == graphs[1]
 
 
