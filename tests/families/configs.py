@@ -146,7 +146,7 @@ WANTED: dict[str, str] = {
     "hrm_text": "runs its layers several times over, each time on other states",
     "mllama": "has layers that read the states of pictures, which text alone does not run",
     "rwkv": "rescales its layers' weights from outside",
-    "jetmoe": "has shapes that depend on values, at which XLA ends the process; a port of your own is judged",
+    "jetmoe": "has shapes that depend on values, at which XLA ends the process",
     "qwen4_exp": "as jetmoe",
     "qwen4_exp_text": "as jetmoe",
     "gemma3n": "needs the package timm",

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,9 @@ def summary(of_seed: Sequence[dict[str, Any]]) -> str:
     statuses = [status for row in of_seed for status in row["stages"].values()]
     families = {row["model_type"] for row in of_seed if row["stages"]}
     wrong = sum(status != "pass" for status in statuses)
-    return f"{wrong} false alarms in {len(statuses)} stages of {len(families)} families ({len(of_seed)} cases)"
+    outcomes = Counter(row["outcome"] for row in of_seed)
+    cases = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    return f"{wrong} false alarms in {len(statuses)} stages of {len(families)} families (cases: {cases})"
 
 
 def main() -> None:
