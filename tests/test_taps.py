@@ -81,3 +81,10 @@ def test_a_mistake_that_shows_at_a_tap_was_made_there_or_before_it_unseen():
     assert unseen_before("attn.context", {"attn.v"}) >= {"attn.q_rot", "attn.k", "input_norm"}
     assert "attn.v" not in unseen_before("attn.context", {"attn.v", "input_norm"})
     assert unseen_before(OUT, ()) == {*SHAPES}
+
+
+def test_a_tap_is_what_was_handed_over_whatever_is_written_into_it_later():
+    with collecting() as taps:
+        out = tap("mlp.out", torch.ones(1, 2, 3))
+        out.add_(1)
+    assert torch.equal(taps["mlp.out"], torch.ones(1, 2, 3)) and torch.equal(out, 2 * torch.ones(1, 2, 3))

@@ -17,6 +17,7 @@ DRAWN = np.random.default_rng(SEED).choice(judged_types(), 3, replace=False).tol
 FOUND = {
     "falcon_h1": (27001, "a buffer that a module around its owner computes"),
     "inkling2_text": (70423, "block states that only later layers get"),
+    "llama4_text": (281127, "a tap that the model writes into after it was handed over"),
     "minimax": (70423, "a near-tie of which half a variant's tokens are"),
     "phimoe": (70423, "a router that chooses one expert at a time"),
     "qwen2_moe": (881127, "one number a token, small in all draws by chance"),

@@ -200,7 +200,7 @@ class _Run:
             places[name] = place
         if name in self.edits:
             tensor = self.edits[name](tensor, {**self.collected, **self.forced})
-        self.collected[name] = tensor
+        self.collected[name] = tensor.clone()  # what follows may write into the tensor, as Llama 4's `out.add_` does
         if name == self.until != OUT:
             raise TapsDone
         golden = self.forced.get(name)
