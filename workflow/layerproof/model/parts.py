@@ -169,8 +169,9 @@ class Unknowns(TorchDispatchMode):
 
     def learn(self, unknown: torch.Tensor, value: torch.Tensor) -> None:
         """Lets later operations on this very tensor use the value."""
-        if torch._is_functional_tensor(unknown):  # torch-xla wraps what it makes, and operations get what is inside
-            unknown = torch._from_functional_tensor(unknown)
+        functional: Any = torch
+        if functional._is_functional_tensor(unknown):  # torch-xla wraps what it makes; operations get what is inside
+            unknown = functional._from_functional_tensor(unknown)
         self._values[id(unknown)] = unknown, value  # the tensor too, so that no other gets its id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
