@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import warm_server
 from configs import QUICK
 from layerproof.files import sha256
+from layerproof.warm import VARIABLE
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "layerproof-tests"
 """What tests install for themselves and keep."""
@@ -21,6 +23,11 @@ def environment() -> dict[str, str]:
     """
     own = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PJRT_DEVICE", *QUICK)
     return {name: value for name, value in os.environ.items() if name not in own}
+
+
+def hurried() -> dict[str, str]:
+    """Variables with which XLA compiles quickly and jobs start warm, for a command of which neither is tested."""
+    return QUICK | {VARIABLE: warm_server.server()}
 
 
 def install(pinned: Path) -> Path:

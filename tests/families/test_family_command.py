@@ -2,15 +2,13 @@
 
 import pytest
 
-import warm_server
-from configs import QUICK
+from environments import hurried
 from families import command
-from layerproof.warm import VARIABLE
 
 pytestmark = pytest.mark.workflow
 
 
 def test_a_family_passes_by_the_command(tmp_path):
-    row = command.judge(("falcon_mamba", 611128), tmp_path, **QUICK, **{VARIABLE: warm_server.server()})
+    row = command.judge(("falcon_mamba", 611128), tmp_path, **hurried())
     assert row["code"] == 0, row["headline"]
     assert row["headline"].startswith("All 7 stages")

@@ -2,12 +2,10 @@
 
 import pytest
 
-import warm_server
-from configs import QUICK
+from environments import hurried
 from families.command import layerproof_run
 from inputs.case import Case, make_base
 from inputs.table import TABLE
-from layerproof.warm import VARIABLE
 
 pytestmark = pytest.mark.workflow
 
@@ -37,7 +35,7 @@ def test_the_terminal_says_what_is_wrong_and_no_traceback(base, tmp_path, what):
     case = Case(tmp_path / "run", base)
     _, change, says = ROWS[what]
     change(case)
-    code, said = layerproof_run(case.folder, case.settings, **QUICK, **{VARIABLE: warm_server.server()})
+    code, said = layerproof_run(case.folder, case.settings, **hurried())
     assert code != 0
     assert " ".join(says.split()) in " ".join(said.split())
     assert "Traceback" not in said
@@ -48,6 +46,6 @@ def test_the_terminal_says_what_is_wrong_and_no_traceback(base, tmp_path, what):
 def test_it_works_by_the_command_too(base, tmp_path, what):
     case = Case(tmp_path / "run", base)
     ROWS[what][1](case)
-    code, said = layerproof_run(case.folder, case.settings, **QUICK, **{VARIABLE: warm_server.server()})
+    code, said = layerproof_run(case.folder, case.settings, **hurried())
     assert code == 0, said
     assert "pass" in said
