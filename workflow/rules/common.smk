@@ -172,8 +172,13 @@ def previous_golden(wildcards, folder="golden"):
 
 def fed_by(wildcards):
     """The stages whose golden outputs feed a stage."""
-    previous = stages.previous_stage(wildcards.stage, RUN.num_layers)
-    return [previous] if previous else []
+    return feeding([wildcards.stage])
+
+
+def feeding(names):
+    """The stages whose golden outputs feed these; nothing feeds embed."""
+    before = (stages.previous_stage(name, RUN.num_layers) for name in names)
+    return [stage for stage in before if stage]
 
 
 def of_chain(pattern):
@@ -249,8 +254,7 @@ def own_and_sibling(pattern):
 
 def sibling_fed_by(wildcards):
     """The stages whose golden outputs feed the sibling."""
-    before = (stages.previous_stage(stage, RUN.num_layers) for stage in sibling(wildcards))
-    return [stage for stage in before if stage]
+    return feeding(sibling(wildcards))
 
 
 def needs_taps(stage):

@@ -229,14 +229,29 @@ def _moved_by_compiling(port: Path) -> list[str]:
 
 def load(stage: FailedStage, device: torch.device) -> tuple[GoldenStage, GoldenStage]:
     """The golden stage, in its own dtype and in fp32, in a form into which faults can be put."""
-    # Faults change the mask of the eager attention, which always has one, and the gate of experts that run one by one.
+    golden = _load_golden(stage, device)
+    description, settings = stage.descriptions[stage.name], _for_faults(stage.settings)
+    exact = golden_stage.exact(
+        golden.model, stage.name, stage.directory, description, device, settings, with_others=True
+    )
+    x = None if golden.x is None else golden.x.float()
+    same = golden.handed, golden.ids, golden.valid, golden.load, golden.read, golden.own_taps
+    return golden, GoldenStage(exact, stage.name, x, *same)
+
+
+def _for_faults(settings: Config) -> Config:
+    """Faults change the mask of the eager attention, which always has one, and the gate of experts that run one by one."""
+    forms = changed(settings.golden, attn_implementation="eager", experts_implementation=EXPERT_BY_EXPERT)
+    return changed(settings, golden=forms)
+
+
+def _load_golden(stage: FailedStage, device: torch.device) -> GoldenStage:
+    """The golden stage in its own dtype alone."""
     register()
-    forms = changed(stage.settings.golden, attn_implementation="eager", experts_implementation=EXPERT_BY_EXPERT)
-    settings = changed(stage.settings, golden=forms)
+    settings = _for_faults(stage.settings)
     dtype = getattr(torch, settings.golden.dtype)
     description = stage.descriptions[stage.name]
     model = golden_stage.load(stage.name, stage.directory, description, device, dtype, settings, with_others=True)
-    exact = golden_stage.exact(model, stage.name, stage.directory, description, device, settings, with_others=True)
     fed = handed.stage_input(stage.previous, stage.name)
     x = hdf5.to_torch(fed.out).to(device) if fed else None
     given = {name: hdf5.to_torch(tensor).to(device) for name, tensor in fed.handed.items()} if fed else {}
@@ -248,11 +263,7 @@ def load(stage: FailedStage, device: torch.device) -> tuple[GoldenStage, GoldenS
     def read(parameter: str, ending: str, change: Any) -> torch.Tensor:
         return loading.load_changed(model, parameter, stage.directory, description, device, ending, change)
 
-    own_taps = settings.golden.taps
-    return (
-        GoldenStage(model, stage.name, x, given, ids, valid, load_another, read, own_taps),
-        GoldenStage(exact, stage.name, x if x is None else x.float(), given, ids, valid, load_another, read, own_taps),
-    )
+    return GoldenStage(model, stage.name, x, given, ids, valid, load_another, read, settings.golden.taps)
 
 
 def _arrays(taps: Taps) -> dict[str, Tensor]:
@@ -289,7 +300,7 @@ class _Elsewhere:
     @classmethod
     def of(cls, sibling: Sibling) -> _Elsewhere:
         stage = sibling.stage
-        golden, _ = load(stage, golden_stage.resolve_device(stage.settings.golden.device))
+        golden = _load_golden(stage, golden_stage.resolve_device(stage.settings.golden.device))
         wanted, truth = (hdf5.read(sibling.golden, f"{group}/{OUT}") for group in ("golden", "truth"))
         noise = read_noise(sibling.noise)[OUT]
         return cls(golden, _arrays(golden.run({})), wanted, truth, noise, stage.tokens.valid, stage.limit)
