@@ -405,7 +405,7 @@ VERBS = [
     (
         "diagnose",
         ("comparison", "golden", "noise", "port", "forced", "weights", "tokens", "config"),
-        {"fed_by": [], "related": []},
+        {"fed_by": [], "related": [], "sibling": [], "sibling_fed_by": []},
     ),
     ("plot-stage", ("comparison",), {}),
     ("predict", ("weights", "tokens", "config"), {}),
