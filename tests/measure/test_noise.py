@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerproof.errors import StageError
-from layerproof.golden.variants import last_bits_changed
+from layerproof.golden.variants import last_bits_changed, rounded_once_more
 from layerproof.measure.groups import relative, rounding_squares
 from layerproof.measure.metrics import judge
 from layerproof.measure.noise import BALANCING, Noise, measure, noise_of_taps
@@ -313,6 +313,15 @@ def test_changed_last_bits_are_as_much_as_one_rounding():
     rounding = (wide.bfloat16().float() - wide) / wide
     change = (changed.float() - x.float()) / x.float()
     assert change.square().mean().sqrt() == pytest.approx(rounding.square().mean().sqrt().item(), rel=0.1)
+
+
+def test_an_input_wider_than_the_model_is_rounded_as_ports_get_it():
+    """Models like Mamba keep their residuals in fp32, and a port gets them in its own dtype."""
+    import torch
+
+    x = torch.randn(20, 30, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(rounded_once_more(x, torch.bfloat16), x.bfloat16().float())
+    assert torch.equal(rounded_once_more(x.bfloat16(), torch.bfloat16), last_bits_changed(x.bfloat16()))
 
 
 def one_number(seed):

@@ -332,8 +332,24 @@ def test_products_of_float16_on_the_cpu_are_summed_in_float32():
         lambda a, b: torch.stack([torch.mm(*pair) for pair in zip(a, b, strict=True)]),
         lambda a, b: torch.stack([torch.addmm(bias(a), *pair) for pair in zip(a, b, strict=True)]),
         lambda a, b: torch.baddbmm(bias(a), a, b),
+        torch.matmul,
+        lambda a, b: a @ b,
+        lambda a, b: torch.einsum("bij,bjk->bik", a, b),
+        lambda a, b: torch.stack([torch.nn.functional.linear(x, w.T) for x, w in zip(a, b, strict=True)]),
+        torch.ops.aten.bmm.default,
     )
     assert error(torch.float16, torch.bmm) > 5 and error(torch.bfloat16, torch.bmm) < 2
     for multiply in products:
         with prepare._WideSums():
             assert error(torch.float16, multiply) < 2
+
+
+def test_a_port_in_float16_may_write_into_parts_of_a_new_tensor():
+    """As linear attention does, step by step."""
+    import torch_xla
+
+    device = torch_xla.device()
+    with prepare._WideSums():
+        parts = torch.zeros(3, 2, dtype=torch.float16, device=device)
+        parts[:, 1] = torch.ones(3, device=device)
+    assert parts.cpu().tolist() == [[0, 1]] * 3

@@ -6,7 +6,8 @@
   scores on, as in serving libraries
 - `split`: `stepwise`, and also every product with a weight as the sum of two halves, each rounded, over a permuted
   order of the terms, as in tensor parallelism and tiling; and those inside attention that transformers has only once
-- `input`: the last bit of one in twelve numbers of the input changed, which amounts to one more rounding
+- `input`: the last bit of one in twelve numbers of the input changed, which amounts to one more rounding; an input that is
+  wider than the model, as of models that keep their residuals in fp32, rounded to the model's dtype, as ports get it
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def variants(model: PreTrainedModel, run: Run, stage_input: torch.Tensor | None)
     with split(model):
         yield "split", run(stage_input)
     if stage_input is not None:
-        yield "input", run(last_bits_changed(stage_input))
+        yield "input", run(rounded_once_more(stage_input, model.dtype))
 
 
 @contextlib.contextmanager
@@ -85,6 +86,11 @@ def _set(model: PreTrainedModel, attention: str | None, experts: str | None) -> 
         if name:
             with contextlib.suppress(ValueError, ImportError):
                 setter(name)
+
+
+def rounded_once_more(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The input of a model of this dtype as `input` changes it."""
+    return x.to(dtype).to(x.dtype) if x.dtype.itemsize > dtype.itemsize else last_bits_changed(x)
 
 
 def last_bits_changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:

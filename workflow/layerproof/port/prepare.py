@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerproof.errors import StageError
 from layerproof.files import digest_of
@@ -107,15 +108,42 @@ def prepare_stage(job: StageRun) -> _Ready:
     return replace(ready, call=_with_wide_sums(ready.call)) if is_narrow else ready
 
 
-class _WideSums(TorchDispatchMode):
-    """Sums products of fp16 in fp32, as accelerators do. XLA on the CPU sums some of them, all batched ones, in fp16."""
+class _WideSums(TorchFunctionMode):
+    """Sums products of fp16 in fp32, as accelerators do. XLA on the CPU sums some of them, all batched ones, in fp16.
 
-    PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
+    It is a mode of functions: under one of dispatch, XLA loses what is written into parts of a new tensor.
+    """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func not in self.PRODUCTS or args[0].dtype != torch.float16 or args[0].device.type != "xla":
-            return func(*args, **(kwargs or {}))
-        return func(*(one.float() for one in args), **(kwargs or {})).half()
+    PRODUCTS = frozenset(
+        [
+            "linear",
+            "matmul",
+            "mm",
+            "mv",
+            "bmm",
+            "addmm",
+            "baddbmm",
+            "einsum",
+            "tensordot",
+            "scaled_dot_product_attention",
+            "grouped_mm",
+            "_grouped_mm",
+            "grouped_mm_fallback",
+        ]
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = args, kwargs or {}
+        if getattr(func, "__name__", "").split(".")[0] in self.PRODUCTS:
+            tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+            if any(one.dtype == torch.float16 and one.device.type == "xla" for one in tensors):
+                positional, named = tree_map_only(torch.Tensor, _widened, given)
+                return func(*positional, **named).half()
+        return func(*given[0], **given[1])
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
 def _with_wide_sums(call: Call) -> Call:
