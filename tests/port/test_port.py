@@ -327,6 +327,9 @@ def test_products_of_float16_on_the_cpu_are_summed_in_float32():
     def bias(like):
         return torch.zeros(64, dtype=like.dtype, device=like.device)
 
+    def convolved(x, weight):
+        return torch.nn.functional.conv1d(x.T[None], weight.T[..., None])[0].T
+
     products = (
         torch.bmm,
         lambda a, b: torch.stack([torch.mm(*pair) for pair in zip(a, b, strict=True)]),
@@ -337,6 +340,7 @@ def test_products_of_float16_on_the_cpu_are_summed_in_float32():
         lambda a, b: torch.einsum("bij,bjk->bik", a, b),
         lambda a, b: torch.stack([torch.nn.functional.linear(x, w.T) for x, w in zip(a, b, strict=True)]),
         torch.ops.aten.bmm.default,
+        lambda a, b: torch.stack([convolved(*pair) for pair in zip(a, b, strict=True)]),
     )
     assert error(torch.float16, torch.bmm) > 5 and error(torch.bfloat16, torch.bmm) < 2
     for multiply in products:

@@ -125,6 +125,8 @@ class _WideSums(TorchFunctionMode):
             "baddbmm",
             "einsum",
             "tensordot",
+            "conv1d",
+            "conv2d",
             "scaled_dot_product_attention",
             "grouped_mm",
             "_grouped_mm",
