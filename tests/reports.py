@@ -52,6 +52,7 @@ def compared(stage, wrong=(), missing=(), names=None):
         "reason": f"{failed[0]}: {taps[failed[0]]['reason']}" if failed else None,
         "taps": taps,
         "routing": None,
+        "choices": {},
         "logits": logits() if stage == "lm_head" else None,
         "statistics": {"golden": statistics, "port": {name: statistics[name] for name in names}},
         "golden": {"stage": stage, "device": "CPU"},
@@ -62,7 +63,8 @@ def compared(stage, wrong=(), missing=(), names=None):
 def stopped(stage, reason, status="error"):
     """A stage whose port could not run."""
     taps = {name: {"status": status, "reason": reason} for name in TAPS}
-    return {"schema_version": 1, "stage": stage, "status": status, "reason": reason, "taps": taps, "routing": None}
+    empty = {"routing": None, "choices": {}}
+    return {"schema_version": 1, "stage": stage, "status": status, "reason": reason, "taps": taps, **empty}
 
 
 def logits():

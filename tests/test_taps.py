@@ -54,6 +54,19 @@ def test_a_name_that_no_tap_has_is_refused_in_a_run():
     assert set(taps) == {"mlp.shared"}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("self_attn.qkv_proj", "self_attn.q_a_proj", "self_attn.v_norm", "linear_attn.norm"),
+        *("mlp.gate_up_proj", "mlp.router", "mlp.fc1", "attn.c_attn"),
+    ],
+)
+def test_a_tap_may_have_the_name_of_any_module(name):
+    with collecting() as taps:
+        tap(name, torch.ones(1))
+    assert set(taps) == {name}
+
+
 def test_orders_are_merged_with_own_taps_behind_what_they_follow():
     assert merged([["out"], ["attn.k", "attn.q", "mine", "mlp.out", "other", "out"]]) == [
         *("attn.q", "mine", "attn.k", "mlp.out", "other", "out"),

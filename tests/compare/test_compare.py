@@ -49,6 +49,7 @@ class Stage:
             for _ in range(2)
         )
         self.choices = {side: np.tile([0, 1], (BATCH, SEQ, 1)) for side in ("golden", "truth", "port")}
+        self.moved = []
 
     def write_golden(self):
         groups = {
@@ -67,6 +68,7 @@ class Stage:
             {"summed": {name: float32(values) for name, values in summed.items()}} if summed else {}
         )
         attributes, documents = {"device": "CPU", "kind": "ab12"}, {hdf5.RANKS: ranks} if ranks else None
+        attributes |= {"other_choices": self.moved} if self.moved else {}
         hdf5.write(self.port_path, groups, valid=self.valid, attributes=attributes, documents=documents)
 
     def write(self):
@@ -349,6 +351,17 @@ def test_near_tie_excuses_no_other_token(stage):
     flip(stage)
     stage.port["out"][0, 4] += 3
     assert stage.write().compare()["reason"].startswith("out: ")
+
+
+@pytest.mark.parametrize("other", [None, (0, 4)])
+def test_the_output_is_another_one_without_taps_at_near_ties_alone(stage, other):
+    stage.moved = [int(np.ravel_multi_index(token, (BATCH, SEQ))) for token in (NEAR_TIE, other) if token]
+    result = stage.write().compare()
+    if other is None:
+        assert result["status"] == "pass", result["reason"]
+    else:
+        assert (result["status"], result["taps"]["out"]["status"]) == ("error", "error")
+        assert f"for 1 of {stage.valid.sum()} tokens at which no choice is nearly tied, first [0,4]" in result["reason"]
 
 
 def test_near_tie_excuses_nothing_before_the_router(stage):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerproof.compare.relaid import as_golden, can_be_forced
+from layerproof.compare.relaid import as_golden, at_last_tokens, can_be_forced
 from layerproof.layouts import layouts
 from layerproof.taps import collecting, tap
 from layerproof.tensors.tensor import Tensor
@@ -57,6 +57,15 @@ def test_another_layout_is_read_as_the_golden_and_written_back(text):
     with collecting({"attn.q": golden * 2}):
         forced = tap("attn.q", port)
     assert torch.equal(forced, torch.where(port == 7, port, port * 2)), "padding stays as it is"
+
+
+@pytest.mark.parametrize("seq", [1, 4])
+def test_logits_of_the_last_token_alone_are_put_in_its_place(seq):
+    golden = numbers(2, seq, 5)
+    valid = np.ones((2, seq), bool)
+    placed, counted = at_last_tokens("lm_head", fp32(golden[:, -1]), fp32(golden), valid)
+    assert placed.shape == golden.shape and np.array_equal(placed.data[:, -1], golden[:, -1].numpy())
+    assert counted.sum() == 2 and counted[:, -1].all()
 
 
 @pytest.mark.parametrize(

@@ -530,6 +530,14 @@ def test_an_unknown_choice_of_the_port_is_told():
     assert "choice of experts is unknown" in text and "leave out 1 token" in text
 
 
+def test_tokens_that_any_other_choice_leaves_out_are_told():
+    comparison = reports.compared("layer_000")
+    comparison["choices"] = {"self_attn.indexer.choice": {"left_out": 12}, "self_attn.other.choice": {"left_out": 0}}
+    text = words(render([comparison]))
+    assert "Taps after self_attn.indexer.choice leave out 12 tokens whose places were nearly tied (layer_000)." in text
+    assert "self_attn.other" not in text
+
+
 def test_tensors_that_no_stage_loads_are_told():
     comparisons, chains = reports.good()
     assert "by no stage" not in words(render(comparisons, chains))

@@ -297,11 +297,15 @@ def tap_as(name: str, tensor: torch.Tensor, show: Show, back: Show) -> torch.Ten
     return tensor if after is shown else back(after)
 
 
+MISSPELT = 0.92
+"""How alike two names are (`difflib`) of which one has a letter that the other lacks."""
+
+
 def check_known(names: Iterable[str], where: str, own: Collection[str] = ()) -> None:
     """Checks that `names` are canonical taps, `own` ones, which are the keys of the setting golden.taps, or may be modules'.
 
-    A golden names the taps of a layer's other modules after the modules, so only what looks like a misspelled tap is
-    wrong; the comparison lists names that the golden does not have.
+    A golden names the taps of a layer's other modules after the modules (`self_attn.q_a_proj`), so only what a letter
+    more or less makes of a tap is wrong. The report lists names that the golden does not have.
 
     Raises:
         StageError: for the first name that nearly is another; the message says where it is and suggests that one.
@@ -310,7 +314,7 @@ def check_known(names: Iterable[str], where: str, own: Collection[str] = ()) -> 
     for name in names:
         if name in known or is_output(name):
             continue
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name, known, 1, MISSPELT)
         if near:
             raise StageError(
                 f'{where}: "{name}" is not a tap. Did you mean "{near[0]}"? The taps are {", ".join(known)}. golden.taps '

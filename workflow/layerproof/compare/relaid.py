@@ -39,7 +39,7 @@ def at_last_tokens(stage: str, out: Tensor, wanted: Tensor, valid: np.ndarray) -
     seq, vocabulary]. Any other output comes back as it is, with all tokens in `valid`, bool [batch, seq].
     """
     batch, seq, *rest = wanted.shape
-    if stage != LM_HEAD or seq == 1 or tuple(out.shape) not in ((batch, 1, *rest), (batch, *rest)):
+    if stage != LM_HEAD or out.shape == wanted.shape or tuple(out.shape) not in ((batch, 1, *rest), (batch, *rest)):
         return out, valid
     prompts, last = np.arange(batch), seq - 1 - valid[:, ::-1].argmax(axis=1)
     numbers = np.asarray(out.data[...])

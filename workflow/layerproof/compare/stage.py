@@ -51,7 +51,13 @@ def compare_stage(
     The stage is `error` if its port or golden failed or cannot be read, `missing` if there is nothing to compare
     because another stage failed, `fail` if any tap fails, and otherwise the status of its output, normally `pass`.
     """
-    result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "stage": stage, "taps": {}, "routing": None}
+    result: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "stage": stage,
+        "taps": {},
+        "routing": None,
+        "choices": {},
+    }
     try:
         with hdf5.reading(golden) as golden_file:
             wanted = hdf5.taps(golden_file, "golden")
@@ -68,7 +74,8 @@ def compare_stage(
                     result["port"] = hdf5.attributes(port_file)
                     result["port"]["places"] = hdf5.document_if_there(port_file, hdf5.PLACES) or {}
                     of_ranks = Ranks.of(port_file)
-                    result |= compare_taps(stage, found, wanted, truth, bands, valid, limit, of_ranks, fed)
+                    moved = result["port"].get("other_choices", ())
+                    result |= compare_taps(stage, found, wanted, truth, bands, valid, limit, of_ranks, fed, moved)
             except StageError as error:
                 hdf5.check(golden)  # shows damage to the golden's data, which is not an error of the port's file
                 result["taps"] = {name: _failed(error) for name in _expected(wanted, {}, fed)}
@@ -102,13 +109,18 @@ def compare_taps(
     limit: float,
     ranks: Ranks | None = None,
     fed: Sequence[Fed] = (),
+    moved: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Compares a stage's tensors, in the order of `wanted`: status, taps, routing and errors.
 
     A tap whose layout is not the golden's is read in the golden's, and has its own as `layout`.
 
     `noise` may cover all taps, some or none; `fed` says what feeds each tap, and which taps a port need not hand over.
+    `moved` are the tokens, counted over batch and seq, at which the port's output with taps is another one than without.
     Taps are compared on the declared threads.
+
+    Raises:
+        StageError: if no choice is nearly tied at one of the tokens `moved`.
     """
     found, layouts = as_golden(found, wanted)
     if OUT in found:
@@ -119,6 +131,7 @@ def compare_taps(
     before = choices_of_taps(list(wanted), fed)
     selections = {selection_of(name) for name in wanted if is_choice(name)}
     routings = _routings(found, wanted, truth, valid, noise, before)
+    _check_moved(moved, routings, valid)
     routing = routings.get(CHOICE)
     experts = experts_chosen(truth) if routing else None
 
@@ -164,9 +177,24 @@ def compare_taps(
         "reason": reason,
         "taps": taps,
         "routing": routing.summary() if routing else None,
+        "choices": {name: one.summary() for name, one in routings.items() if name != CHOICE},
         "local_error": _local_error(taps[OUT], routing, found, wanted, truth, valid),
         "logits": compare_logits(found[OUT], wanted[OUT], valid) if stage == LM_HEAD and OUT in found else None,
     }
+
+
+def _check_moved(moved: Sequence[int], routings: Mapping[str, Routing], valid: np.ndarray) -> None:
+    tokens = np.zeros(valid.size, bool)
+    tokens[list(moved)] = True
+    wrong = tokens.reshape(valid.shape) & valid
+    for routing in routings.values():
+        wrong &= ~routing.undecided
+    if wrong.any():
+        batch, seq = np.argwhere(wrong)[0]
+        raise StageError(
+            f"taps change the stage's output for {int(wrong.sum())} of {int(valid.sum())} tokens at which no choice is "
+            f"nearly tied, first [{batch},{seq}]. Make forward compute the same without taps."
+        )
 
 
 def _is_golden(mine: Tensor, golden: Tensor, counted: np.ndarray) -> bool:

@@ -329,7 +329,8 @@ def _explain(bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool) -
     No fault is named for a tap just above its limit: too many explain an effect that small.
     """
     above = excess(result, bench.limit) if result.get("kind") == "float" else None
-    attempts = _attempts(bench, tap) if above is None or above >= NAMED_FROM else []
+    is_just_above = above is not None and 1 < above < NAMED_FROM  # what fails by a NaN, say, may be within its limit
+    attempts = [] if is_just_above else _attempts(bench, tap)
     explaining = [attempt for attempt in attempts if attempt.explains]
     best = explaining[0] if explaining else None
     near = attempts[0] if attempts and not best and _own_R(result) / NEAR > attempts[0].R else None
@@ -357,7 +358,7 @@ def _explain(bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool) -
             bench.limit,
         ),
     }
-    if above is not None and above < NAMED_FROM:
+    if is_just_above:
         culprit["findings"].insert(0, JUST_ABOVE.format(times(above)))
     return culprit, explaining
 

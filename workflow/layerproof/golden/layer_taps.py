@@ -134,15 +134,16 @@ class Layout:
     back: Callable[[torch.Tensor], torch.Tensor]
 
 
-def layout_of(tensor: Any, shape: torch.Size, per_head: bool = False) -> Layout | None:
+def layout_of(tensor: Any, shape: torch.Size, per_head: bool = False, heads_first: bool = False) -> Layout | None:
     """Finds the dims of batch and seq in a tensor; None if it has none.
 
-    Tokens may be flattened into one dim, and so may be their heads if the tensor is `per_head`.
+    Tokens may be flattened into one dim, and so may be their heads if the tensor is `per_head`. If it is known that heads
+    come before positions, it does not matter that there may be as many of both.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2:
         return None
     sizes = tensor.shape
-    if sizes[:2] == shape:
+    if sizes[:2] == shape and not (heads_first and sizes[2:3] == shape[1:]):
         return Layout(lambda whole: whole, lambda shown: shown)
     for first, second in ((0, 2), (1, 2), (0, 3)):
         if len(sizes) > max(second, 2) and (sizes[first], sizes[second]) == tuple(shape):
@@ -167,9 +168,8 @@ def _moved(first: int, second: int) -> Layout:
     )
 
 
-def _hand_over(name: str, tensor: Any, shape: torch.Size, per_head: bool = False) -> Any:
+def _hand_over(name: str, tensor: Any, layout: Layout | None) -> Any:
     """Taps a tensor of floats that has dims of batch and seq."""
-    layout = layout_of(tensor, shape, per_head)
     return (
         tensor if layout is None or not tensor.is_floating_point() else tap_as(name, tensor, layout.show, layout.back)
     )
@@ -184,9 +184,10 @@ def _module_tap(name: str, shape: torch.Size, untapped: set[str] | None = None) 
         tensor = first_of(output)
         is_norm = "norm" in type(module).__name__.lower()  # others may sort their rows by expert
         has_weights = any(True for _ in module.parameters(recurse=False))
-        if untapped is not None and has_weights and layout_of(tensor, shape, is_norm) is None:
+        layout = layout_of(tensor, shape, is_norm)
+        if untapped is not None and has_weights and layout is None:
             untapped.add(name)
-        return _with_first(output, _hand_over(name, tensor, shape, is_norm))
+        return _with_first(output, _hand_over(name, tensor, layout))
 
     return hook
 
@@ -194,13 +195,13 @@ def _module_tap(name: str, shape: torch.Size, untapped: set[str] | None = None) 
 def _own_tap(name: str, shape: torch.Size) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         tensor = first_of(output)
-        if layout_of(tensor, shape) is None:
+        layout = layout_of(tensor, shape)
+        if layout is None:
             raise StageError(
                 f"config.yaml: golden.taps: {name}: its submodule returns {list(tensor.shape)}, and a tap begins with "
                 f"[batch, seq], here {list(shape)}. Name another submodule."
             )
-        tensor = _hand_over(name, tensor, shape)
-        return _with_first(output, tensor)
+        return _with_first(output, tap_as(name, tensor, layout.show, layout.back))
 
     return hook
 
@@ -233,9 +234,9 @@ def _attention_taps(
         def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any):
             function = original or sys.modules[type(module).__module__].eager_attention_forward
             function = wrap(function) if wrap else function
-            query = _hand_over("attn.q_rot", query, shape)
+            query = _hand_over("attn.q_rot", query, layout_of(query, shape, heads_first=True))
             if key.shape[2:3] == query.shape[2:3]:  # otherwise keys are not those of the tokens
-                key = _hand_over("attn.k_rot", key, shape)
+                key = _hand_over("attn.k_rot", key, layout_of(key, shape, heads_first=True))
             context, weights = function(module, query, key, *args, **kwargs)
             if has_context:
                 context = _flat("attn.context", context, shape)
@@ -270,9 +271,10 @@ def _tapped(name: str, function: Callable, shape: torch.Size) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         for argument, value in bound.arguments.items():
-            bound.arguments[argument] = _hand_over(f"{name}.{argument}", value, shape)
+            bound.arguments[argument] = _hand_over(f"{name}.{argument}", value, layout_of(value, shape))
         output = function(*bound.args, **bound.kwargs)
-        return _with_first(output, _hand_over(name, first_of(output), shape))
+        first = first_of(output)
+        return _with_first(output, _hand_over(name, first, layout_of(first, shape)))
 
     return call
 
@@ -322,7 +324,7 @@ class _Steps(TorchFunctionMode):
             values, places = self._choice(func(positional[0], dim, keepdim=True), positional[0], dim)
             return torch.return_types.max((values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim)))
         if in_router and name in COMPARISONS and len(args) == 2:
-            return self._compared(COMPARISONS[name], *args)
+            return self._compared(func, COMPARISONS[name], *args)
         result = func(*args, **kwargs)
         if in_router and name == "linear" and self._is_by_expert(result):
             return _flat("router.logits", result, self.shape)
@@ -360,12 +362,19 @@ class _Steps(TorchFunctionMode):
         places = of_places.back(chosen.long())
         return taken_of.gather(-1, places), places
 
-    def _compared(self, is_true: Callable[[torch.Tensor], torch.Tensor], first: Any, second: Any) -> torch.Tensor:
+    def _compared(
+        self, compare: Callable, is_true: Callable[[torch.Tensor], torch.Tensor], first: Any, second: Any
+    ) -> Any:
+        """Compares, or says what the tap of the margin says instead."""
+        tensors = [one for one in (first, second) if isinstance(one, torch.Tensor)]
+        if not all(one.is_floating_point() for one in tensors):
+            return compare(first, second)
         margin = first - second
         layout = layout_of(margin, self.shape)
-        if layout is None or not margin.is_floating_point():
-            return is_true(margin)
-        return is_true(tap_as(self._next("margin"), margin, layout.show, layout.back))
+        if layout is None:
+            return compare(first, second)
+        after = tap_as(self._next("margin"), margin, layout.show, layout.back)
+        return compare(first, second) if after is margin else is_true(after)
 
     def _next(self, what: str) -> str:
         name = f"{self.running[-1]}.{what}".lstrip(".")

@@ -37,6 +37,7 @@ LARGEST = float(np.finfo(np.float32).max)
 class Routing:
     """Outcome for one stage: bool [batch, seq] masks over valid tokens, and the margin in units of the selection.
 
+    `near` are the near-ties of the truth, whatever the port chooses.
     If `compared` is False, the port's choice is unknown, and only flips of the golden and its variants are recorded.
     """
 
@@ -47,8 +48,14 @@ class Routing:
     variant_flips: np.ndarray
     malformed: np.ndarray
     excused: np.ndarray
+    near: np.ndarray
     noise_margin: float
     largest_margin: float
+
+    @property
+    def undecided(self) -> np.ndarray:
+        """Tokens at which another run of the same port may choose otherwise: near-ties, and flips of golden and variants."""
+        return self.near | self.golden_flips | self.variant_flips
 
     @property
     def left_out(self) -> np.ndarray:
@@ -123,7 +130,9 @@ def compare_choices(
     if golden_selection is None or truth_selection is None:
         golden_flips, nothing = flips(golden, truth) & valid, np.zeros_like(valid)
         variant_flips = nothing if variant_flips is None else variant_flips
-        return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, nothing, 0.0, 0.0)
+        return Routing(
+            False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, nothing, nothing, 0.0, 0.0
+        )
     selection = _values(truth_selection)
     noise = _noise_margin(_values(golden_selection), selection, valid)
     experts = selection.shape[-1]
@@ -131,13 +140,13 @@ def compare_choices(
     golden_flips = _flipped(wanted, reference, selection) & valid
     nothing = np.zeros_like(golden_flips)
     variant_flips = nothing if variant_flips is None else variant_flips
+    ordered = np.sort(selection, axis=-1)[..., ::-1]
+    k = truth.shape[-1]
+    with np.errstate(invalid="ignore"):  # Inf - Inf, where both are ruled out
+        gap = ordered[..., k - 1] - ordered[..., k] if k < experts else np.full(selection.shape[:-1], np.inf)
+    near = _any_of_token(gap <= noise) & valid
     if port is None or port.shape != golden.shape or port.dtype_class != "integer":
-        ordered = np.sort(selection, axis=-1)[..., ::-1]
-        k = truth.shape[-1]
-        with np.errstate(invalid="ignore"):  # Inf - Inf, where both are ruled out
-            gap = ordered[..., k - 1] - ordered[..., k] if k < experts else np.full(selection.shape[:-1], np.inf)
-        near = _any_of_token(gap <= noise) & valid
-        return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, near, noise, 0.0)
+        return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, near, near, noise, 0.0)
     mine = chosen(port, experts)
     flipped = _flipped(wanted, mine, selection) & valid
     # Choosing an expert twice, or one that does not exist, is not a near-tie whatever the margins say.
@@ -147,7 +156,7 @@ def compare_choices(
     with np.errstate(invalid="ignore"):
         gaps = np.where((wanted != mine).any(-1), dropped - taken, 0.0)
     margins = np.where(flipped & ~malformed, gaps.max(tuple(range(2, gaps.ndim))), 0.0)
-    return _routing(True, valid, flipped | malformed, golden_flips, variant_flips, malformed, margins, noise)
+    return _routing(valid, flipped | malformed, golden_flips, variant_flips, malformed, near, margins, noise)
 
 
 def compare_margins(
@@ -162,35 +171,36 @@ def compare_margins(
     noise = _noise_margin(_values(golden), exact, valid)
     golden_flips = _any_of_token((_values(golden) > 0) != (exact > 0)) & valid
     variant_flips = np.zeros_like(golden_flips) if variant_flips is None else variant_flips
+    near, nothing = _any_of_token(np.abs(exact) <= noise) & valid, np.zeros_like(golden_flips)
     if port is None or port.shape != golden.shape or port.dtype_class != "float":
-        near, nothing = _any_of_token(np.abs(exact) <= noise) & valid, np.zeros_like(golden_flips)
-        return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, near, noise, 0.0)
+        return Routing(False, int(valid.sum()), nothing, golden_flips, variant_flips, nothing, near, near, noise, 0.0)
     differ = (_values(port) > 0) != (exact > 0)
     margins = np.where(differ, np.abs(exact), 0.0).max(tuple(range(2, exact.ndim)))
     flipped = _any_of_token(differ) & valid
-    return _routing(True, valid, flipped, golden_flips, variant_flips, np.zeros_like(flipped), margins, noise)
+    return _routing(valid, flipped, golden_flips, variant_flips, nothing, near, margins, noise)
 
 
 def _routing(
-    compared: bool,
     valid: np.ndarray,
     flipped: np.ndarray,
     golden_flips: np.ndarray,
     variant_flips: np.ndarray,
     malformed: np.ndarray,
+    near: np.ndarray,
     margins: np.ndarray,
     noise: float,
 ) -> Routing:
     # A margin that is NaN, from selection values that are not finite, excuses nothing.
     margins = np.nan_to_num(margins, nan=LARGEST, posinf=LARGEST)
     return Routing(
-        compared=compared,
+        compared=True,
         tokens=int(valid.sum()),
         flips=flipped,
         golden_flips=golden_flips,
         variant_flips=variant_flips,
         malformed=malformed,
         excused=flipped & ~malformed & (margins <= noise),
+        near=near,
         noise_margin=noise,
         largest_margin=float(margins.max(initial=0.0)),
     )

@@ -263,7 +263,8 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Call:
-        bound = inspect.signature(inspect.unwrap(type(module).forward)).bind(module, *args, **kwargs)
+        signature = _with_names(inspect.signature(inspect.unwrap(type(module).forward)), len(args))
+        bound = signature.bind(module, *args, **kwargs)
         return cls(bound, list(bound.signature.parameters)[1])
 
     @property
@@ -301,6 +302,16 @@ class Call:
     def _more(self) -> dict[str, Any]:
         kinds = self.bound.signature.parameters.values()
         return self.bound.arguments.setdefault(next(one.name for one in kinds if one.kind is one.VAR_KEYWORD), {})
+
+
+def _with_names(signature: inspect.Signature, given: int) -> inspect.Signature:
+    """The signature of a wrapper, `forward(self, *args, **kwargs)`, with a name for each of the arguments `given`."""
+    own, *others = signature.parameters.values()
+    if not others or others[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        return signature
+    names = ["hidden_states", *(f"argument_{index}" for index in range(1, given))]
+    named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    return signature.replace(parameters=[own, *named, *others[1:]])
 
 
 def _with_leaf(value: Any, path: Sequence[str], tensor: torch.Tensor) -> Any:

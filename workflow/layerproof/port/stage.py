@@ -20,7 +20,7 @@ from layerproof.port import compiled, shards
 from layerproof.port.contract import Taps
 from layerproof.port.prepare import StageRun, in_dtype, prepare_stage
 from layerproof.port.runner import Runner
-from layerproof.taps import OUT, forward_place, in_order, is_choice, locating
+from layerproof.taps import OUT, forward_place, in_order, is_choice, is_output, locating
 from layerproof.tensors import hdf5
 
 log = logging.getLogger(__name__)
@@ -78,8 +78,10 @@ def make_stage(
     facts = {"device": runner.environment.hardware, "kind": ready.signature, "taps_change_output": change}
     facts |= {"backend": runner.settings.port.backend}
     attributes: dict[str, Any] = {"stage": stage, **facts, **({"graph": graph} if graph else {})}
-    if chosen := _other_choices(plain, tapped):
-        plain, attributes["other_choices"] = tapped, chosen
+    moved = _other_choices(plain, tapped)
+    if moved is not None:
+        seq = runner.tokens.ids.shape[1]
+        plain, attributes["other_choices"] = tapped, moved[:, :seq].flatten().nonzero().flatten().tolist()
     _write(runner, output, tapped | plain, attributes, documents)
     return {**facts, "compilations": _compilations() - compilations}
 
@@ -91,7 +93,7 @@ def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], T
         StageError: if it exceeds the precision of bf16, but for tokens with near-ties.
     """
     change = compiled.relative_change(tapped[OUT], plain[OUT])
-    if change is not None and (change <= BF16 or _other_choices(plain, tapped)):
+    if change is not None and (change <= BF16 or _other_choices(plain, tapped) is not None):
         return change
     alone = process_group.world_size() == 1  # ranks must run again together or not at all
     again = compiled.relative_change(run_again()[OUT], plain[OUT]) if alone else 0.0
@@ -105,20 +107,22 @@ def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], T
     )
 
 
-def _other_choices(plain: Taps, tapped: Taps) -> int:
-    """The number of tokens at which the stage seems to choose otherwise with taps; 0 if that does not explain the change.
+def _other_choices(plain: Taps, tapped: Taps) -> torch.Tensor | None:
+    """Marks the tokens, bool [batch, seq], at which the stage seems to choose otherwise with taps.
 
-    Two graphs round differently, so at a near-tie a router may take other experts. What is compared is then the output
-    of the run with taps, to which the choices that it hands over belong.
+    None if there are no such tokens, or if they do not explain the change. Two graphs round differently, so at a near-tie a
+    router may take other experts. What is compared is then the output of the run with taps, to which the choices that it
+    hands over belong; the comparison, which has the golden, fails tokens at which nothing is nearly tied.
     """
     with_taps, without = tapped[OUT], plain[OUT]
     if with_taps.shape != without.shape or not any(map(is_choice, tapped)):
-        return 0
-    mine, its = with_taps.double().flatten(0, 1).flatten(1), without.double().flatten(0, 1).flatten(1)
-    moved = (mine - its).norm(dim=1) > OTHER_EXPERTS * its.norm(dim=1)
+        return None
+    mine, its = with_taps.double().flatten(2), without.double().flatten(2)
+    moved = (mine - its).norm(dim=2) > OTHER_EXPERTS * its.norm(dim=2)
     count = int(moved.sum())
     rest = compiled.relative_change(mine[~moved], its[~moved])
-    return count if rest is not None and rest <= BF16 and count <= max(2, 0.02 * len(moved)) else 0
+    explains = rest is not None and rest <= BF16 and count <= max(2, 0.02 * moved.numel())
+    return moved if count and explains else None
 
 
 def _by_what(change: float | None) -> str:
@@ -219,9 +223,9 @@ def _write(
 ) -> None:
     if os.getpid() != runner.process:
         os._exit(0)  # a copy of the process that the port's code forked: the first one writes
-    out = _without_padding(found[OUT], runner)
-    padded = {} if out is found[OUT] else {"positions": found[OUT].shape[1]}
-    taps = {name: hdf5.to_array(hdf5.storable(tensor)) for name, tensor in {**found, OUT: out}.items()}
+    kept = _without_padding(found, runner)
+    padded = {} if kept is found else {"positions": found[OUT].shape[1]}
+    taps = {name: hdf5.to_array(hdf5.storable(tensor)) for name, tensor in kept.items()}
     ordered = {name: taps[name] for name in in_order(taps)}
     attributes = {**attributes, **padded}
     hdf5.write(output, {"port": ordered}, valid=runner.tokens.valid, attributes=attributes, documents=documents)
@@ -248,19 +252,21 @@ def run_chain(
         for stage in stages:
             last_layer = stage if layer_of(stage) is not None else last_layer
             job = replace(job, stage=stage, description=descriptions[stage], handed=handed.for_stage(given, last_layer))
-            outputs = prepare_stage(job).forward(with_taps=False)
+            outputs = dict(_without_padding(prepare_stage(job).forward(with_taps=False), runner))
             output = outputs.pop(OUT)
             given = handed.after(given, handed.of_outputs(outputs))
-            output = _without_padding(output, runner)
             job = replace(job, x=in_dtype(output, runner))  # as a stage reads it from a file
         return hdf5.to_array(hdf5.storable(_on_host({OUT: output})[OUT]))
 
 
-def _without_padding(output: torch.Tensor, runner: Runner) -> torch.Tensor:
-    """A stage's output without positions beyond the prompts, which a port computes that is compiled for longer ones."""
+def _without_padding(found: Taps, runner: Runner) -> Taps:
+    """A stage's outputs without positions beyond the prompts, which a port computes that is compiled for longer ones."""
     batch, seq = runner.tokens.ids.shape
-    is_longer = output.ndim == 3 and output.shape[0] == batch and output.shape[1] > seq
-    return output[:, :seq] if is_longer else output
+    out = found[OUT]
+    if out.ndim < 3 or out.shape[0] != batch or out.shape[1] <= seq:
+        return found
+    padded = out.shape[:2]
+    return {name: one[:, :seq] if is_output(name) and one.shape[:2] == padded else one for name, one in found.items()}
 
 
 def _on_host(taps: Taps) -> Taps:

@@ -105,12 +105,7 @@ def what_was_not_compared(
         sentences.append(f"{what} {were} not compared: {with_period(said)}")
     sentences += _layouts(comparisons)
     sentences += _modules_without_tap(comparisons)
-    left_out = {one["stage"]: one["routing"]["left_out"] for one in comparisons if one["routing"]}
-    if sum(left_out.values()):
-        sentences.append(
-            f"Taps after the router leave out {counted(sum(left_out.values()), 'token')} whose experts were nearly tied "
-            f"({ranges([stage for stage, count in left_out.items() if count])})."
-        )
+    sentences += _near_ties(comparisons)
     alone = [stage for stage in stages if not any(stage in chain["stages"] for chain in chains)]
     if not chains:
         sentences.append("No chain was run, so errors that compound from stage to stage were not checked.")
@@ -133,6 +128,21 @@ def what_was_not_compared(
     return sentences
 
 
+def _near_ties(comparisons: Sequence[Comparison]) -> list[str]:
+    """At how many tokens the taps after a choice were left out."""
+    found: dict[str, dict[str, int]] = {}
+    for comparison in comparisons:
+        routing = {"the router": comparison["routing"]} if comparison["routing"] else {}
+        for choice, summary in {**routing, **comparison["choices"]}.items():
+            if summary["left_out"]:
+                found.setdefault(choice, {})[comparison["stage"]] = summary["left_out"]
+    return [
+        f"Taps after {choice} leave out {counted(sum(left_out.values()), 'token')} "
+        f"{'whose experts' if choice == 'the router' else 'whose places'} were nearly tied ({ranges(list(left_out))})."
+        for choice, left_out in found.items()
+    ]
+
+
 def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
     """Which taps the port has in another layout, and whether it computes other tokens than the golden."""
     found: dict[str, dict[str, list[str]]] = {}
@@ -141,7 +151,7 @@ def _layouts(comparisons: Sequence[Comparison]) -> list[str]:
     logits: list[str] = []
     for comparison in comparisons:
         if "other_choices" in (comparison.get("port") or {}):
-            chosen[comparison["stage"]] = comparison["port"]["other_choices"]
+            chosen[comparison["stage"]] = len(comparison["port"]["other_choices"])
         if "positions" in (comparison.get("port") or {}):
             positions.setdefault(comparison["port"]["positions"], []).append(comparison["stage"])
         for name, tap in comparison["taps"].items():

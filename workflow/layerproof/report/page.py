@@ -317,9 +317,9 @@ def _routing_text(routing: Mapping[str, Any]) -> str:
     flips, excused = routing["flips"], routing["excused"]
     if flips is None:
         return (
-            f"the port's choice of experts is unknown, so tokens at which it chooses the other expert of a near-tie count "
-            f"in full. The taps after the router leave out {counted(routing['golden_flips'], 'token')} at which the golden "
-            f"chooses other experts than the truth."
+            f"the port's choice of experts is unknown. The taps after the router leave out "
+            f"{counted(routing['left_out'], 'token')} at which experts are nearly tied in the truth, or the golden chooses "
+            f"others."
         )
     if not flips and not routing["golden_flips"]:
         return f"port and golden choose the same experts as the truth for all {counted(routing['tokens'], 'token')}."

@@ -257,7 +257,7 @@ def attributes(node: h5py.HLObject) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in node.attrs.items():
-        plain = value.item() if isinstance(value, np.generic) else value
+        plain = value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
         found[key] = plain.decode() if isinstance(plain, bytes) else plain
     return found
 
