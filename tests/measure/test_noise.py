@@ -1,5 +1,6 @@
 """The noise of the golden: one more draw of it passes, and what stands out of it in any kind of group does not."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,10 @@ SHAPES = [(2, 24, 64), (2, 24, 4, 16), (3, 40, 8)]
 
 def fp32(values):
     return Tensor(np.asarray(values, np.float32), "float32")
+
+
+def bfloat16(values):
+    return Tensor(np.asarray(values, np.float32).astype(ml_dtypes.bfloat16).view(np.uint16), "bfloat16")
 
 
 class Tap:
@@ -347,3 +352,33 @@ def test_one_number_of_one_token_that_is_off_is_found():
     noise = measure([fp32(draw) for draw in draws], fp32(truth), valid)
     result = judge(fp32(port), fp32(draws[0]), fp32(truth), valid, LIMIT, None, noise)
     assert result["worst_token"]["index"] == [1, 7] and result["status"] == "fail"
+
+
+def scores_behind_a_threshold(seed):
+    """Scores of experts as Phi-3.5-MoE's router has them: one one of one at most tokens, two at a few; in bf16."""
+    random = np.random.default_rng(seed)
+    truth = np.zeros((2, 110, 8))
+    truth[..., 3] = 1.0
+    gaps = random.uniform(-0.02, 0.02, (2, 3))
+    draws = [truth.copy() for _ in range(4)]
+    for numbers, noise in zip([truth, *draws], [0.0, *(2.0**-10 * random.standard_normal((4, 2, 3)))], strict=True):
+        first = 1 / (1 + np.exp(gaps + noise))
+        numbers[:, :3, 3], numbers[:, :3, 4] = first, 1 - first
+    return [bfloat16(draw) for draw in draws], fp32(truth)
+
+
+def test_one_more_draw_passes_where_most_numbers_are_exact():
+    valid, failing = np.ones((2, 110), bool), 0
+    for seed in range(300):
+        (*draws, port), truth = scores_behind_a_threshold(seed)
+        failing += judge(port, draws[0], truth, valid, LIMIT, None, measure(draws, truth, valid))["status"] == "fail"
+    assert failing == 0
+
+
+def test_a_score_that_is_off_is_found_where_most_numbers_are_exact():
+    (*draws, port), truth = scores_behind_a_threshold(0)
+    valid = np.ones((2, 110), bool)
+    numbers = port.floats(port.data[...]).copy()
+    numbers[1, 50, 3] -= 0.02
+    result = judge(bfloat16(numbers), draws[0], truth, valid, LIMIT, None, measure(draws, truth, valid))
+    assert result["worst_token"]["index"] == [1, 50] and result["status"] == "fail"

@@ -47,7 +47,8 @@ class Fit(NamedTuple):
 
     token_counts: int64 [tokens], channel_counts: int64 [features]: elements that are finite in all draws and the truth
     token: [rows, tokens], channel: [rows, features]: means of squared errors, each in units of the other
-    squares: [rows + 1]: sums of squared errors; the last is the expected sum for the rounding
+    squares: [rows + 1]: sums of squared errors; the last is the expected sum for the rounding, of elements that are not
+        exact in all rows, such as the ones and zeros of a softmax behind a mask
     share: how much of a token's factor is its own; prior: [rows]: the rest of it, the same for all tokens
     """
 
@@ -192,7 +193,7 @@ def _add_to(totals, values):
 def _count(fit, expected, constants, block):
     features, rows = len(fit.channel_counts), len(fit.channel)
     exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
-    one, units = np.ones(features), np.empty(features)
+    one, units, inexact = np.ones(features), np.empty(features), np.empty(features)
     most = constants.largest_ratio * constants.largest_ratio
     for row in range(len(block.numbers)):
         if not block.kept[row]:
@@ -200,8 +201,12 @@ def _count(fit, expected, constants, block):
         fit.token_counts[block.numbers[row]] = _set_squares(block, row, constants, exact, squares, keep)
         for c in range(features):
             fit.channel_counts[c] += keep[c]
+        inexact[:] = 0.0
+        for of in range(rows):
+            for c in range(features):
+                inexact[c] = squares[rows, c] if squares[of, c] > 0 else inexact[c]
         for of in range(rows + 1):
-            fit.squares[of] += _total(squares[of])
+            fit.squares[of] += _total(squares[of] if of < rows else inexact)
             _set_units(squares[of], one, most, units)
             _add_to(fit.channel[of] if of < rows else expected, units)
 
