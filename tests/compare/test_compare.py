@@ -101,8 +101,10 @@ def test_experts_that_are_ruled_out_may_have_any_number(stage):
     assert tap["status"] == "pass", tap["reason"]
 
     stage.port["router.selection"][0, 0, 1] += 0.5
+    stage.choices["port"][1, 1] = [0, 3]
     assert "times what is allowed" in stage.write().compare()["taps"]["router.selection"]["reason"]
     stage.port["router.selection"][0, 0, 1] -= 0.5
+    stage.choices["port"][1, 1] = [0, 1]
     stage.port["router.selection"][0, 0, 4] = np.nan
     assert "NaN" in stage.write().compare()["taps"]["router.selection"]["reason"]
     stage.port["router.selection"][0, 0, 4] = 0.0
@@ -330,6 +332,16 @@ def test_flipped_bit_in_the_data_names_the_file(stage, side):
     path.write_bytes(bytes(content))
     result = stage.compare()
     assert result["status"] == "error" and str(path) in result["reason"] and "damaged" in result["reason"]
+
+
+@pytest.mark.parametrize(("wrong", "fails"), [(None, False), ("choice", True), ("weights", True)])
+def test_what_prepares_a_choice_fails_with_the_choice_or_its_weights(stage, wrong, fails):
+    stage.port["router.selection"] *= 2
+    if wrong == "choice":
+        stage.choices["port"][1, 1] = [0, 3]
+    if wrong == "weights":
+        stage.port["router.weights"] *= 2
+    assert stage.write().statuses()["router.selection"] == ("fail" if fails else "pass")
 
 
 def flip(stage):

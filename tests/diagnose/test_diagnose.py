@@ -114,6 +114,15 @@ def test_a_mistake_is_named_by_what_it_does_where_the_port_is_not_nan(model, tmp
     assert all(outcome.verdicts.values()), "NaN is in whatever other rules compute"
 
 
+def test_nan_in_an_output_that_is_right_elsewhere_is_not_called_a_small_error(model, tmp_path):
+    source = port_source()
+    line = next(line for line in source.splitlines() if line.startswith("        return x + self.mlp("))
+    with_nan = f"{line} + torch.where(positions == 3, torch.nan, 0.0)[:, None].to(x.dtype)"
+    (culprit,) = harness.run(model, STAGE, port_source((line, with_nan)), tmp_path).culprits
+    assert culprit["tap"] == "out" and culprit["excess"] < 1 and culprit["tried"] > 0
+    assert not any("too little to tell" in finding for finding in culprit["findings"])
+
+
 def test_another_shape_is_told_and_no_fault_called_near(model, tmp_path):
     source = port_source()
     line = next(line for line in source.splitlines() if line.startswith("        return x + self.mlp("))

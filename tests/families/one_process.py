@@ -16,6 +16,7 @@ from layerproof.compare.stage import compare_stage
 from layerproof.config import Config
 from layerproof.diagnose.diagnose import FailedStage, Files, diagnose
 from layerproof.golden import stage as golden_stage
+from layerproof.golden.layer_taps import modules_without_tap
 from layerproof.golden.transformers_stage import run_stage, stage_module
 from layerproof.measure.rule import LIMIT
 from layerproof.model import checkpoint, handed, loading, tokens
@@ -129,7 +130,8 @@ class Run:
             if any(one is not None for one in module._parameters.values()):
                 module.register_forward_hook(partial(_keep, returned, name))
         taps = list(exact.taps().values())
-        return {name: any(_is_same(tensor, tap) for tap in taps) for name, tensor in returned.items()}
+        did_not_run = {name: False for name in modules_without_tap(exact.part) if name not in returned}
+        return did_not_run | {name: any(_is_same(tensor, tap) for tap in taps) for name, tensor in returned.items()}
 
 
 @dataclass(frozen=True)

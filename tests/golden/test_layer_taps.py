@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from layerproof.golden.transformers_stage import run_stage
+from families import survey
+from layerproof.golden.layer_taps import modules_without_tap
+from layerproof.golden.transformers_stage import run_stage, stage_module
 from models import save
 
 NUMBERS = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0))
@@ -20,3 +22,33 @@ def test_as_many_tokens_as_heads_are_no_other_layout(tmp_path, tokens):
     first = run_stage(model, "layer_000", NUMBERS[:, :tokens], ids[:, :tokens], valid[:, :tokens])
     for name in ("attn.q_rot", "attn.k_rot"):
         assert torch.allclose(first[name], whole[name][:, :tokens], atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mixer", "function", "arguments"),
+    [
+        ("qwen3_next", "linear_attn", "torch_chunk_gated_delta_rule", ("query", "key", "value", "g", "beta")),
+        ("kimi_linear", "self_attn", "chunk_kimi_delta_attention", ("query", "key", "value", "g", "beta")),
+        ("mamba", "mixer", "mamba_selective_scan", ("dt", "B", "C")),
+        ("mamba2", "mixer", "mamba2_chunk_scan", ("dt", "B", "C")),
+        ("lfm2", "conv", None, ()),
+    ],
+)
+def test_convolutions_scans_and_delta_rules_are_taps_and_so_are_their_arguments(
+    tmp_path, model_type, mixer, function, arguments
+):
+    survey.save(model_type, tmp_path, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    taps = run_stage(model, "layer_000", NUMBERS, torch.full((2, 6), 5), torch.ones(2, 6, dtype=torch.bool))
+    names = {f"{mixer}.causal_conv1d_fn", *(f"{mixer}.{function}.{argument}" for argument in arguments)}
+    assert names <= set(taps)
+    assert all(taps[name].shape[:2] == (2, 6) for name in names)
+    assert modules_without_tap(stage_module(model, "layer_000")) == [], "the convolution's weights are those of a tap"
+
+
+def test_a_module_with_weights_that_does_not_run_has_no_tap(tmp_path):
+    save("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model.model.layers[0].unused = torch.nn.Linear(3, 3)
+    run_stage(model, "layer_000", NUMBERS, torch.full((2, 6), 5), torch.ones(2, 6, dtype=torch.bool))
+    assert modules_without_tap(stage_module(model, "layer_000")) == ["unused"]

@@ -119,6 +119,11 @@ def _tied_with_head(case: Case) -> None:
     case.change(_swap_head)
 
 
+def _tied_with_another_head(case: Case) -> None:
+    case.config(tie_word_embeddings=True)
+    case.change(lambda all: all.update({"lm_head.weight": all["model.embed_tokens.weight"] * 2}))
+
+
 def _cast(dtype: torch.dtype, only: str = "") -> Callable[[Case], None]:
     return _tensors(lambda all: all.update({name: one.to(dtype) for name, one in all.items() if only in name}))
 
@@ -183,6 +188,11 @@ FILES: list[Row] = [
     ("no head, and not tied", _without_head, "has no tensor for lm_head.weight"),
     ("a tied head", _tied, None),
     ("a tied head that is in the file, too", _tied_with_head, None),
+    (
+        "a tied head, and another one in the file",
+        _tied_with_another_head,
+        "config.json: the model ties lm_head.weight and",
+    ),
     ("weights in fp32", _cast(torch.float32), None),
     ("weights in fp16", _cast(torch.float16), None),
     ("weights in fp64", _cast(torch.float64), None),

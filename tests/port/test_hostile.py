@@ -67,6 +67,22 @@ def test_what_code_changes_is_put_back_after_an_error():
     assert state() == before
 
 
+def test_what_the_first_job_changes_in_a_library_that_it_imports_is_put_back():
+    program = """
+        from layerproof.rerun.traces import leaving_no_trace
+        with leaving_no_trace():
+            import numpy as np, torch
+            before = np.geterr(), torch.get_num_threads()
+            np.seterr(all="raise"), torch.set_num_threads(7), torch.manual_seed(1), np.random.seed(1)
+            drawn = torch.rand(1), np.random.rand()
+            torch.manual_seed(1), np.random.seed(1)
+        assert before == (np.geterr(), torch.get_num_threads())
+        assert drawn != (torch.rand(1), np.random.rand())
+    """
+    environment = os.environ | {"PYTHONPATH": "workflow", "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, env=environment)
+
+
 def test_a_fork_that_goes_on_ends_with_the_job(tmp_path):
     program = f"""
         import os

@@ -76,6 +76,22 @@ def patch(model, part, stage):
     part.mlp = block
 """
 
+WRAPPED = """
+from torch import nn
+
+class Wrapper(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs)
+
+def patch(model, part, stage):
+    if stage.layer is not None:
+        model.model.layers[stage.layer] = Wrapper(part)
+"""
+
 PLAIN = '''
 """A Llama with names of its own and no call of Layerproof's."""
 import torch
@@ -221,6 +237,11 @@ def test_code_that_comes_with_a_checkpoint_of_the_hub_as_a_piece_of_the_model(
     assert [stage for stage, status in statuses(run).items() if status != "pass"] == failing
     if failing:
         assert run.port("layer_001")["taps"]["mlp.out"]["status"] == "fail"
+
+
+def test_a_layer_in_a_wrapper_that_takes_any_arguments(checkpoint):
+    run = a_run(checkpoint, WRAPPED, backend="transformers")
+    assert set(statuses(run).values()) == {"pass"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

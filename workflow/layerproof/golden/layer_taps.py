@@ -7,6 +7,7 @@ Modules that do what a canonical tap names have its name, whatever they are call
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import sys
@@ -54,6 +55,9 @@ PROJECTION = "self_attn.o_proj"
 """The module whose input is the context. If a model lacks it, the attention function's result is the context."""
 
 
+MIXING = re.compile("conv1d|delta_rule|delta_attention|scan|state_update")
+"""Names of functions that mix tokens, in files of models."""
+
 LAST = (PROJECTION, "mlp.down_proj")
 """Modules whose output is that of the module around them, which is a tap."""
 
@@ -91,7 +95,7 @@ def add_taps(
     usual = {usual_name(path): module for path, module in modules.items()}
     experts = usual.get("mlp.experts")
     router = next((path for path in modules if usual_name(path) in ("mlp.gate", "mlp.router")), None)
-    untapped: set[str] = set()
+    untapped = _Untapped(set(), set())
     cast("Any", layer).layerproof_untapped = untapped
     has_interface = router is not None and isinstance(getattr(experts, "num_experts", None), int)
     for name, path in own_taps.items():
@@ -103,22 +107,36 @@ def add_taps(
         elif path not in ("", router, *own_taps.values()) and not _is_covered(usual_name(path)):
             name = MODULE_TAPS.get(usual_name(path), path)
             stack.enter_context(hooked(module.register_forward_hook(_module_tap(name, shape, untapped))))
+            if _has_weights(module):
+                untapped.not_run.add(name)
     projection = usual.get(PROJECTION)
     if projection is not None:
         stack.enter_context(hooked(projection.register_forward_pre_hook(_context_tap(shape))))
     stack.enter_context(_attention_taps(attention, shape, has_context=projection is None))
-    for path, module in modules.items():
-        _add_function_taps(stack, path, module, shape)
     if has_interface:
         _add_choice_taps(stack, cast("nn.Module", experts), shape)
     takes_choice = has_interface and len(inspect.signature(cast("nn.Module", experts).forward).parameters) == 3
     steps = _Steps(shape, router, cast("Any", experts).num_experts if has_interface else 0, takes_choice)
+    _add_function_taps(stack, modules, shape, steps, untapped)
     _add_steps(stack, layer, modules, steps)
 
 
 def modules_without_tap(layer: nn.Module) -> list[str]:
     """The modules of a layer that have weights of their own and returned no tap when the layer last ran with taps."""
-    return sorted(getattr(layer, "layerproof_untapped", ()))
+    untapped: _Untapped | None = getattr(layer, "layerproof_untapped", None)
+    return sorted(untapped.not_run | untapped.no_tap) if untapped else []
+
+
+@dataclass(frozen=True)
+class _Untapped:
+    """Modules with weights of their own that did not run, and those that ran and returned no tap."""
+
+    not_run: set[str]
+    no_tap: set[str]
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
 def _is_covered(path: str) -> bool:
@@ -175,18 +193,19 @@ def _hand_over(name: str, tensor: Any, layout: Layout | None) -> Any:
     )
 
 
-def _module_tap(name: str, shape: torch.Size, untapped: set[str] | None = None) -> Callable:
+def _module_tap(name: str, shape: torch.Size, untapped: _Untapped | None = None) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        if untapped:
+            untapped.not_run.discard(name)
         if name not in SHAPES and any(output is given for given in args):  # a dropout, or another that does nothing
             return output
         if not _has_first(output):
             return output
         tensor = first_of(output)
         is_norm = "norm" in type(module).__name__.lower()  # others may sort their rows by expert
-        has_weights = any(True for _ in module.parameters(recurse=False))
         layout = layout_of(tensor, shape, is_norm)
-        if untapped is not None and has_weights and layout is None:
-            untapped.add(name)
+        if untapped and layout is None and _has_weights(module):
+            untapped.no_tap.add(name)
         return _with_first(output, _hand_over(name, tensor, layout))
 
     return hook
@@ -254,27 +273,40 @@ def _attention_taps(
             del ALL_ATTENTION_FUNCTIONS[name]
 
 
-def _add_function_taps(stack: contextlib.ExitStack, path: str, module: nn.Module, shape: torch.Size) -> None:
-    """Taps what goes into and comes out of functions that a module holds as attributes.
+def _add_function_taps(
+    stack: contextlib.ExitStack, modules: Mapping[str, nn.Module], shape: torch.Size, steps: _Steps, untapped: _Untapped
+) -> None:
+    """Taps convolutions, scans and delta rules, which transformers has as functions beside its classes.
 
-    Linear attention keeps its convolution and its recurrence this way: decay, gates, keys and states are their arguments.
+    Their arguments are taps, too: keys, decay, gates. Modules whose weights such a function gets do not run themselves.
     """
-    for attribute, function in list(vars(module).items()):
-        if inspect.isfunction(function):
-            stack.callback(setattr, module, attribute, function)
-            setattr(module, attribute, _tapped(f"{path}.{attribute}", function, shape))
+    for modeling in {sys.modules[type(module).__module__] for module in modules.values()}:
+        for name, function in list(vars(modeling).items()):
+            if callable(function) and not isinstance(function, type) and MIXING.search(name):
+                stack.callback(setattr, modeling, name, function)
+                setattr(modeling, name, _tapped(name, function, shape, steps, untapped))
 
 
-def _tapped(name: str, function: Callable, shape: torch.Size) -> Callable:
-    signature = inspect.signature(function)
+def _tapped(name: str, function: Callable, shape: torch.Size, steps: _Steps, untapped: _Untapped) -> Callable:
+    names = list(inspect.signature(function).parameters)
+    is_convolution = "conv" in name  # of channels first; its input is what a projection returned
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        for argument, value in bound.arguments.items():
-            bound.arguments[argument] = _hand_over(f"{name}.{argument}", value, layout_of(value, shape))
-        output = function(*bound.args, **bound.kwargs)
+        place, owner = steps.next(name), steps.running[-1]
+        untapped.not_run.difference_update([path for path in untapped.not_run if path.startswith(f"{owner}.")])
+
+        def shown(argument: str, value: Any) -> Any:
+            return _hand_over(f"{place}.{argument}", value, None if is_convolution else layout_of(value, shape))
+
+        positional = [shown(argument, value) for argument, value in zip(names, args, strict=False)]
+        output = function(
+            *positional, *args[len(positional) :], **{key: shown(key, value) for key, value in kwargs.items()}
+        )
+        if not _has_first(output):
+            return output
         first = first_of(output)
-        return _with_first(output, _hand_over(name, first, layout_of(first, shape)))
+        return _with_first(output, _hand_over(place, first, layout_of(first, shape, heads_first=is_convolution)))
 
     return call
 
@@ -343,7 +375,7 @@ class _Steps(TorchFunctionMode):
         layout = layout_of(taken_of, self.shape)
         if layout is None or layout_of(result[1], self.shape) is None or dim not in (-1, taken_of.ndim - 1):
             return result
-        name = self._next("choice")
+        name = self.next("choice")
         # Masks rule out by the lowest number of the dtype, which is another one in fp32.
         lowest = torch.finfo(torch.bfloat16).min / 2
         selection = taken_of.masked_fill(taken_of <= lowest, -torch.inf)
@@ -373,10 +405,10 @@ class _Steps(TorchFunctionMode):
         layout = layout_of(margin, self.shape)
         if layout is None:
             return compare(first, second)
-        after = tap_as(self._next("margin"), margin, layout.show, layout.back)
+        after = tap_as(self.next("margin"), margin, layout.show, layout.back)
         return compare(first, second) if after is margin else is_true(after)
 
-    def _next(self, what: str) -> str:
+    def next(self, what: str) -> str:
         name = f"{self.running[-1]}.{what}".lstrip(".")
         self._seen[name] = self._seen.get(name, 0) + 1
         return name if self._seen[name] == 1 else f"{name}.{self._seen[name]}"

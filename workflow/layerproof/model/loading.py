@@ -235,8 +235,12 @@ def _dequantizing(config: Any) -> Any:
     return dequantized
 
 
-def assign_stages(model: PreTrainedModel, names: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
+def assign_stages(
+    model: PreTrainedModel, names: Sequence[str]
+) -> tuple[dict[str, dict[str, str]], list[str], dict[str, str]]:
     """Returns the tensors on disk that each stage needs, with the parameter each goes into, and the unused tensors.
+
+    Of the unused ones, those that are copies of tied weights are also returned with the name of what they are copies of.
 
     Stages with tied weights, such as embedding and head, need the same tensor, under the name of the first. transformers'
     own mapping converts the names.
@@ -256,16 +260,18 @@ def assign_stages(model: PreTrainedModel, names: Sequence[str]) -> tuple[dict[st
     targets = {name: target_of(name) for name in names}
     sources = {target for target in targets.values() if target == parts.source_of(target)}
     by_stage: dict[str, dict[str, str]] = {}
-    unused = []
+    unused, copies = [], {}
     for name, target in targets.items():
         source = parts.source_of(target)
         is_copy = target != source and source in sources
+        if is_copy:
+            copies[name] = next(one for one, its in targets.items() if its == source)
         stages = parts.stages_of(target) if target in state and not is_copy else []
         for stage in stages:
             by_stage.setdefault(stage, {})[name] = source
         if not stages:
             unused.append(name)
-    return by_stage, unused
+    return by_stage, unused, copies
 
 
 def describe_stages(
@@ -292,7 +298,13 @@ def describe_stages(
         raise UserError(damaged[SINGLE])
     expected: dict[str, str] = read_json(index)["weight_map"] if index.exists() else dict.fromkeys(found, SINGLE)
     model = meta_model(directory, trust_remote_code)
-    by_stage, unused = assign_stages(model, sorted({*expected, *found}))
+    by_stage, unused, copies = assign_stages(model, sorted({*expected, *found}))
+    for name, source in copies.items():
+        if name in found and source in found and found[name].sha256() != found[source].sha256():
+            raise UserError(
+                f"{directory / CONFIG}: the model ties {name} and {source}, but the checkpoint has another tensor for each, "
+                'and transformers then ties nothing. Write "tie_word_embeddings": false.'
+            )
     described = {}
     for number, stage in enumerate(stages, start=1):
         log.info("weights: takes the digests of %s, %d of %d stages", stage, number, len(stages))

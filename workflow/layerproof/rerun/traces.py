@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from layerproof.threads import declared
+
 
 @contextlib.contextmanager
 def leaving_no_trace() -> Iterator[None]:
@@ -41,9 +43,15 @@ def _random() -> Callable[[], object]:
 def _numpy() -> list[Callable[[], object]]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
-        return []
+        return [_numpy_as_imported]
     state, errors = numpy.random.get_state(), numpy.geterr()
     return [lambda: numpy.random.set_state(state), lambda: numpy.seterr(**errors)]
+
+
+def _numpy_as_imported() -> None:
+    if numpy := sys.modules.get("numpy"):
+        numpy.seterr(divide="warn", over="warn", under="ignore", invalid="warn")
+        numpy.random.seed()
 
 
 def _torch() -> list[Callable[[], object]]:
@@ -79,3 +87,5 @@ def _torch_as_imported() -> None:
             torch.set_default_device("cpu")
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(declared())
+        torch.seed()
