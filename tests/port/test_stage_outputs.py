@@ -124,7 +124,7 @@ def test_a_layer_gets_what_earlier_stages_hand_over_by_name(golden, tmp_path):
     [
         ("[embedded]", "embed: the port returns list, neither one tensor nor a dict of tensors by name"),
         ('{"out": embedded}', "embed: the port returns a dict without hidden_states"),
-        ('{"hidden_states": embedded, "x": 1}', "embed: the port returns a dict whose x is no tensor"),
+        ('{"hidden_states": embedded, "x": 1}', "embed: the port returns a dict whose x is not a tensor"),
     ],
 )
 def test_an_output_of_another_form_is_told(golden, tmp_path, returned, message):

@@ -126,6 +126,15 @@ class Golden(Section):
     """Where the golden is stored for hosts that share no file system with the host that computes it: s3://BUCKET/FOLDER, or
     an address for another storage plugin of Snakemake."""
 
+    @property
+    def implementations(self) -> dict[str, str]:
+        """The options of transformers' implementations that are set."""
+        asked = {
+            "attn_implementation": self.attn_implementation,
+            "experts_implementation": self.experts_implementation,
+        }
+        return {name: value for name, value in asked.items() if value}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nxdi(Section):

@@ -145,14 +145,14 @@ def _is_covered(path: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class View:
     """How a tensor becomes a tap [batch, seq, ...], and back."""
 
     show: Callable[[torch.Tensor], torch.Tensor]
     back: Callable[[torch.Tensor], torch.Tensor]
 
 
-def layout_of(tensor: Any, shape: torch.Size, per_head: bool = False, heads_first: bool = False) -> Layout | None:
+def view_of(tensor: Any, shape: torch.Size, per_head: bool = False, heads_first: bool = False) -> View | None:
     """Finds the dims of batch and seq in a tensor; None if it has none.
 
     Tokens may be flattened into one dim, and so may be their heads if the tensor is `per_head`. If it is known that heads
@@ -162,35 +162,33 @@ def layout_of(tensor: Any, shape: torch.Size, per_head: bool = False, heads_firs
         return None
     sizes = tensor.shape
     if sizes[:2] == shape and not (heads_first and sizes[2:3] == shape[1:]):
-        return Layout(lambda whole: whole, lambda shown: shown)
+        return View(lambda whole: whole, lambda shown: shown)
     for first, second in ((0, 2), (1, 2), (0, 3)):
         if len(sizes) > max(second, 2) and (sizes[first], sizes[second]) == tuple(shape):
             return _moved(first, second)
     batch, seq = shape
     if len(sizes) == 3 and sizes[0] == batch and seq < sizes[2] < 2 * seq:  # a causal convolution, and its padding
         ends = sizes[2] - seq
-        return Layout(
+        return View(
             lambda whole: whole[..., :seq].transpose(1, 2),
             lambda shown: torch.cat((shown.transpose(1, 2), shown.new_zeros(batch, sizes[1], ends)), -1),
         )
     if sizes[:1] == (shape.numel(),):
-        return Layout(lambda whole: whole.reshape(*shape, *sizes[1:]), lambda shown: shown.reshape(sizes))
+        return View(lambda whole: whole.reshape(*shape, *sizes[1:]), lambda shown: shown.reshape(sizes))
     if per_head and len(sizes) == 2 and sizes[0] % shape.numel() == 0:
-        return Layout(lambda whole: whole.reshape(*shape, -1, sizes[1]), lambda shown: shown.reshape(sizes))
+        return View(lambda whole: whole.reshape(*shape, -1, sizes[1]), lambda shown: shown.reshape(sizes))
     return None
 
 
-def _moved(first: int, second: int) -> Layout:
-    return Layout(
+def _moved(first: int, second: int) -> View:
+    return View(
         lambda whole: whole.movedim((first, second), (0, 1)), lambda shown: shown.movedim((0, 1), (first, second))
     )
 
 
-def _hand_over(name: str, tensor: Any, layout: Layout | None) -> Any:
+def _hand_over(name: str, tensor: Any, view: View | None) -> Any:
     """Taps a tensor of floats that has dims of batch and seq."""
-    return (
-        tensor if layout is None or not tensor.is_floating_point() else tap_as(name, tensor, layout.show, layout.back)
-    )
+    return tensor if view is None or not tensor.is_floating_point() else tap_as(name, tensor, view.show, view.back)
 
 
 def _module_tap(name: str, shape: torch.Size, untapped: _Untapped | None = None) -> Callable:
@@ -203,10 +201,10 @@ def _module_tap(name: str, shape: torch.Size, untapped: _Untapped | None = None)
             return output
         tensor = first_of(output)
         is_norm = "norm" in type(module).__name__.lower()  # others may sort their rows by expert
-        layout = layout_of(tensor, shape, is_norm)
-        if untapped and layout is None and _has_weights(module):
+        view = view_of(tensor, shape, is_norm)
+        if untapped and view is None and _has_weights(module):
             untapped.no_tap.add(name)
-        return _with_first(output, _hand_over(name, tensor, layout))
+        return _with_first(output, _hand_over(name, tensor, view))
 
     return hook
 
@@ -214,13 +212,13 @@ def _module_tap(name: str, shape: torch.Size, untapped: _Untapped | None = None)
 def _own_tap(name: str, shape: torch.Size) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         tensor = first_of(output)
-        layout = layout_of(tensor, shape)
-        if layout is None:
+        view = view_of(tensor, shape)
+        if view is None:
             raise StageError(
                 f"config.yaml: golden.taps: {name}: its submodule returns {list(tensor.shape)}, and a tap begins with "
                 f"[batch, seq], here {list(shape)}. Name another submodule."
             )
-        return _with_first(output, tap_as(name, tensor, layout.show, layout.back))
+        return _with_first(output, tap_as(name, tensor, view.show, view.back))
 
     return hook
 
@@ -253,9 +251,9 @@ def _attention_taps(
         def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any):
             function = original or sys.modules[type(module).__module__].eager_attention_forward
             function = wrap(function) if wrap else function
-            query = _hand_over("attn.q_rot", query, layout_of(query, shape, heads_first=True))
+            query = _hand_over("attn.q_rot", query, view_of(query, shape, heads_first=True))
             if key.shape[2:3] == query.shape[2:3]:  # otherwise keys are not those of the tokens
-                key = _hand_over("attn.k_rot", key, layout_of(key, shape, heads_first=True))
+                key = _hand_over("attn.k_rot", key, view_of(key, shape, heads_first=True))
             context, weights = function(module, query, key, *args, **kwargs)
             if has_context:
                 context = _flat("attn.context", context, shape)
@@ -297,7 +295,7 @@ def _tapped(name: str, function: Callable, shape: torch.Size, steps: _Steps, unt
         untapped.not_run.difference_update([path for path in untapped.not_run if path.startswith(f"{owner}.")])
 
         def shown(argument: str, value: Any) -> Any:
-            return _hand_over(f"{place}.{argument}", value, None if is_convolution else layout_of(value, shape))
+            return _hand_over(f"{place}.{argument}", value, None if is_convolution else view_of(value, shape))
 
         positional = [shown(argument, value) for argument, value in zip(names, args, strict=False)]
         output = function(
@@ -306,7 +304,7 @@ def _tapped(name: str, function: Callable, shape: torch.Size, steps: _Steps, unt
         if not _has_first(output):
             return output
         first = first_of(output)
-        return _with_first(output, _hand_over(place, first, layout_of(first, shape, heads_first=is_convolution)))
+        return _with_first(output, _hand_over(place, first, view_of(first, shape, heads_first=is_convolution)))
 
     return call
 
@@ -372,20 +370,20 @@ class _Steps(TorchFunctionMode):
 
         `result` is what torch found, values and places; so is what is returned.
         """
-        layout = layout_of(taken_of, self.shape)
-        if layout is None or layout_of(result[1], self.shape) is None or dim not in (-1, taken_of.ndim - 1):
+        view = view_of(taken_of, self.shape)
+        if view is None or view_of(result[1], self.shape) is None or dim not in (-1, taken_of.ndim - 1):
             return result
         name = self.next("choice")
         # Masks rule out by the lowest number of the dtype, which is another one in fp32.
         lowest = torch.finfo(torch.bfloat16).min / 2
         selection = taken_of.masked_fill(taken_of <= lowest, -torch.inf)
-        tap(name.replace("choice", "selection"), layout.show(selection))
+        tap(name.replace("choice", "selection"), view.show(selection))
         return self._places(result, taken_of, name)
 
     def _places(self, result: Any, taken_of: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Taps the places of `result`, values and places, in ascending order; returns it, or what the tap says instead."""
         values, places = result
-        of_places = layout_of(places, self.shape)
+        of_places = view_of(places, self.shape)
         assert of_places is not None
         ordered = of_places.show(places).sort(-1).values.int()
         chosen = tap(name, ordered)
@@ -402,10 +400,10 @@ class _Steps(TorchFunctionMode):
         if not all(one.is_floating_point() for one in tensors):
             return compare(first, second)
         margin = first - second
-        layout = layout_of(margin, self.shape)
-        if layout is None:
+        view = view_of(margin, self.shape)
+        if view is None:
             return compare(first, second)
-        after = tap_as(self.next("margin"), margin, layout.show, layout.back)
+        after = tap_as(self.next("margin"), margin, view.show, view.back)
         return compare(first, second) if after is margin else is_true(after)
 
     def next(self, what: str) -> str:

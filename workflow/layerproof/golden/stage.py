@@ -238,12 +238,7 @@ def load_another(
 def _meta_model(
     directory: Path, stage: str, dtype: torch.dtype, settings: Config, with_others: bool
 ) -> PreTrainedModel:
-    asked = {
-        "attn_implementation": settings.golden.attn_implementation,
-        "experts_implementation": settings.golden.experts_implementation,
-    }
-    implementations = {name: value for name, value in asked.items() if value}
-    trust = settings.model.trust_remote_code
+    implementations, trust = settings.golden.implementations, settings.model.trust_remote_code
     if with_others:
         return loading.meta_model(directory, trust, dtype, **implementations)
     return loading.meta_stage(directory, stage, trust, dtype, **implementations)

@@ -50,12 +50,7 @@ class FullModel:
 
 def _load(directory: Path, settings: Config) -> PreTrainedModel:
     golden, trust = settings.golden, settings.model.trust_remote_code
-    asked = {
-        "attn_implementation": golden.attn_implementation,
-        "experts_implementation": golden.experts_implementation,
-        "offload_folder": golden.offload_folder,
-    }
-    options = {name: value for name, value in asked.items() if value}
+    options = golden.implementations | ({"offload_folder": golden.offload_folder} if golden.offload_folder else {})
     limits = golden.max_memory
     quantization = loading.dequantizing(directory, trust)
     try:

@@ -93,13 +93,11 @@ def check_golden_host(config: Config, prediction: Mapping[str, Any] | None, avai
 
 def check_implementations(config: Config, directory: Path) -> Iterator[Check]:
     """Checks that transformers has the implementations of attention and experts in this model that the config names."""
-    golden = config.golden
-    if not golden.attn_implementation and not golden.experts_implementation:
+    given = config.golden.implementations
+    if not given:
         return
     from layerproof.model.loading import meta_model
 
-    named = {"attn_implementation": golden.attn_implementation, "experts_implementation": golden.experts_implementation}
-    given = {key: value for key, value in named.items() if value}
     text = ", ".join(f"golden.{key}: {value}" for key, value in given.items())
     try:
         meta_model(directory, config.model.trust_remote_code, None, **given)

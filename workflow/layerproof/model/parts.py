@@ -158,15 +158,6 @@ class Unknowns(TorchDispatchMode):
         super().__exit__(*raised)
         self._numbers.__exit__(*raised)
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Runs the block without the mode."""
-        self.stop()
-        try:
-            yield
-        finally:
-            self.start()
-
     def learn(self, unknown: torch.Tensor, value: torch.Tensor) -> None:
         """Lets later operations on this very tensor use the value."""
         functional: Any = torch

@@ -5,7 +5,8 @@ A port is one Python file or dotted module with
     build(stage: Stage) -> torch.nn.Module
         The stage as a module; the meta device is fine. Its forward takes `(x, positions, valid)`: `x` is the previous
         stage's output [batch, seq, hidden] in `stage.dtype` (token ids int64 [batch, seq] for `embed`), `positions`
-        int64 [seq] and `valid` bool [batch, seq] (False for padding). It returns the stage's output.
+        int64 [seq] and `valid` bool [batch, seq] (False for padding). It returns the stage's output. Where stages hand
+        more to later ones, both are dicts of named tensors, `hidden_states` among them.
     convert(stage: Stage, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] or an iterator of its items
         The stage's tensors as the module's state dict. `weights` maps names on disk to tensors and reads each tensor
         when it is accessed. If convert yields items one by one, each is on the device before convert makes the next
@@ -13,6 +14,11 @@ A port is one Python file or dotted module with
     TAPS: dict[str, str]    (optional)
         Maps canonical taps to the dotted names of the submodules whose outputs they are. To hand over a tensor that is
         not a module's output, call `layerproof.taps.tap` inside forward.
+
+With `port.backend: transformers` it defines one function instead:
+
+    patch(model: transformers.PreTrainedModel, part: torch.nn.Module, stage: Stage) -> None
+        Changes transformers' model, of which `part` is this stage's module with its weights.
 
 Weights are inputs of the traced graph, so all stages of one kind share one compilation.
 """

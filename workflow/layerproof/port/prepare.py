@@ -227,7 +227,7 @@ def _outputs(stage: str, output: Any) -> Taps:
         raise StageError(f"{stage}: the port returns a dict without {hdf5.HIDDEN_STATES}, the stage's output.")
     wrong = [name for name, tensor in output.items() if not isinstance(tensor, torch.Tensor)]
     if wrong:
-        raise StageError(f"{stage}: the port returns a dict whose {wrong[0]} is no tensor.")
+        raise StageError(f"{stage}: the port returns a dict whose {wrong[0]} is not a tensor.")
     others = {f"{OUT}/{name}": tensor for name, tensor in output.items() if name != hdf5.HIDDEN_STATES}
     return {**others, OUT: output[hdf5.HIDDEN_STATES]}
 

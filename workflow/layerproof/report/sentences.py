@@ -97,8 +97,7 @@ def verdict_sentences(
 
 
 _AS_CHAIN = (
-    "Of {} the output of the stage before was not captured, so only how far it strays from the golden's own trajectory "
-    "is known."
+    "{} got an input that was not captured, so only how far it strays from the golden's own trajectory is known."
 )
 
 
