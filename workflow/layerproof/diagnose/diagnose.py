@@ -329,8 +329,9 @@ def _explain(bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool) -
     No fault is named for a tap just above its limit: too many explain an effect that small.
     """
     above = excess(result, bench.limit) if result.get("kind") == "float" else None
-    is_just_above = above is not None and 1 < above < NAMED_FROM  # what fails by a NaN, say, may be within its limit
-    attempts = [] if is_just_above else _attempts(bench, tap)
+    # What fails by a NaN, say, may be within its limit elsewhere.
+    just_above = above if above is not None and 1 < above < NAMED_FROM else None
+    attempts = _attempts(bench, tap) if just_above is None else []
     explaining = [attempt for attempt in attempts if attempt.explains]
     best = explaining[0] if explaining else None
     near = attempts[0] if attempts and not best and _own_R(result) / NEAR > attempts[0].R else None
@@ -358,8 +359,8 @@ def _explain(bench: _Bench, tap: str, result: Mapping[str, Any], forced: bool) -
             bench.limit,
         ),
     }
-    if is_just_above:
-        culprit["findings"].insert(0, JUST_ABOVE.format(times(above)))
+    if just_above is not None:
+        culprit["findings"].insert(0, JUST_ABOVE.format(times(just_above)))
     return culprit, explaining
 
 
