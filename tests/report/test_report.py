@@ -360,7 +360,7 @@ def test_modules_without_a_tap_are_told():
     for stage in stages:
         stage["golden"] = (stage.get("golden") or {}) | {"without_tap": "feed_forward.experts"}
     (told,) = [one for one in not_looked_at(stages, []) if one.startswith("No tap shows")]
-    assert told.startswith("No tap shows what feed_forward.experts returns (layer_000 to layer_001)")
+    assert told.startswith("No tap shows feed_forward.experts at work (layer_000 to layer_001)")
 
 
 def test_logits_of_the_last_tokens_alone_are_told():

@@ -187,7 +187,7 @@ def _modules_without_tap(comparisons: Sequence[Comparison]) -> list[str]:
         if modules := (comparison.get("golden") or {}).get("without_tap"):
             untapped.setdefault(modules, []).append(comparison["stage"])
     return [
-        f"No tap shows what {modules} returns ({ranges(stages)}), so a mistake in it shows at the taps after it."
+        f"No tap shows {modules} at work ({ranges(stages)}), so a mistake there shows at the taps after it."
         for modules, stages in untapped.items()
     ]
 
