@@ -184,9 +184,7 @@ def test_a_captured_stage_with_its_input_is_told_with_by_how_much_it_is_wrong():
         right["stages"][stage] |= {"own_input": True, "wrong": False, "why": None, "excess": 0.5}
     told = sentences(comparisons, [right])
     assert "The captured compiled model is right from the captured inputs of embed, layer_001." in told
-    assert any(one.startswith("Of layer_000, norm, lm_head the output of the stage before was not") for one in told), (
-        told
-    )
+    assert any(one.startswith("layer_000, norm, lm_head got an input that was not captured") for one in told), told
     wrong = captured(comparisons, "layer_001")
     why = "the error is 5.1 times what is allowed"
     wrong["stages"]["layer_001"] |= {"own_input": True, "wrong": True, "why": why, "excess": 5.1}
