@@ -1,5 +1,7 @@
 """How tensors inside a layer of transformers become taps."""
 
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -52,3 +54,11 @@ def test_a_module_with_weights_that_does_not_run_has_no_tap(tmp_path):
     model.model.layers[0].unused = torch.nn.Linear(3, 3)
     run_stage(model, "layer_000", NUMBERS, torch.full((2, 6), 5), torch.ones(2, 6, dtype=torch.bool))
     assert modules_without_tap(stage_module(model, "layer_000")) == ["unused"]
+
+
+def test_a_function_of_torch_in_the_file_of_a_model_is_left_alone(tmp_path, monkeypatch):
+    survey.save("lfm2", tmp_path, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    monkeypatch.setattr(sys.modules[type(model).__module__], "conv1d", torch.conv1d, raising=False)
+    taps = run_stage(model, "layer_000", NUMBERS, torch.full((2, 6), 5), torch.ones(2, 6, dtype=torch.bool))
+    assert "conv.causal_conv1d_fn" in taps

@@ -273,6 +273,12 @@ def test_tokens_that_seem_to_go_to_other_experts_with_taps_must_be_near_ties(gol
         assert hdf5.attributes(file)["other_choices"] == list(range(tokens))
 
 
+def test_an_output_of_flat_tokens_is_told_by_its_shape(golden, tmp_path):
+    line = "        return x + self.moe(self.post_attention_norm(x))\n"
+    flat = line.replace("return x +", "return (x +").replace("\n", ").flatten(0, 1)\n")
+    assert "the port has shape" in run_edited(golden, tmp_path, line, flat)["out"]
+
+
 def test_a_choice_in_small_integers_is_as_good(golden, tmp_path):
     choice = 'tap("router.choice", choice.sort(-1).values.int())'
     assert run_edited(golden, tmp_path, choice, choice.replace("int()", "to(torch.uint8)")) == {}

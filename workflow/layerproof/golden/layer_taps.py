@@ -278,9 +278,10 @@ def _add_function_taps(
 
     Their arguments are taps, too: keys, decay, gates. Modules whose weights such a function gets do not run themselves.
     """
-    for modeling in {sys.modules[type(module).__module__] for module in modules.values()}:
+    files = {sys.modules.get(type(module).__module__) for module in modules.values()}
+    for modeling in filter(None, files):
         for name, function in list(vars(modeling).items()):
-            if callable(function) and not isinstance(function, type) and MIXING.search(name):
+            if inspect.isfunction(function) and MIXING.search(name):  # not torch's own, which have no signature
                 stack.callback(setattr, modeling, name, function)
                 setattr(modeling, name, _tapped(name, function, shape, steps, untapped))
 

@@ -240,7 +240,7 @@ def assign_stages(
 ) -> tuple[dict[str, dict[str, str]], list[str], dict[str, str]]:
     """Returns the tensors on disk that each stage needs, with the parameter each goes into, and the unused tensors.
 
-    Of the unused ones, those that are copies of tied weights are also returned with the name of what they are copies of.
+    The third result maps each unused copy of a tied weight to the tensor that it repeats.
 
     Stages with tied weights, such as embedding and head, need the same tensor, under the name of the first. transformers'
     own mapping converts the names.

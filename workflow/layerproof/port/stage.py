@@ -110,12 +110,12 @@ def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], T
 def _other_choices(plain: Taps, tapped: Taps) -> torch.Tensor | None:
     """Marks the tokens, bool [batch, seq], at which the stage seems to choose otherwise with taps.
 
-    None if there are no such tokens, or if they do not explain the change. Two graphs round differently, so at a near-tie a
-    router may take other experts. What is compared is then the output of the run with taps, to which the choices that it
-    hands over belong; the comparison, which has the golden, fails tokens at which nothing is nearly tied.
+    Returns None if no token does, or if these tokens do not account for the whole change. Two graphs round differently, so
+    a router may break a near-tie the other way. The comparison then takes the output of the run with taps, which goes with
+    the choices that it hands over, and refuses tokens at which the golden shows no near-tie.
     """
     with_taps, without = tapped[OUT], plain[OUT]
-    if with_taps.shape != without.shape or not any(map(is_choice, tapped)):
+    if with_taps.shape != without.shape or with_taps.ndim < 3 or not any(map(is_choice, tapped)):
         return None
     mine, its = with_taps.double().flatten(2), without.double().flatten(2)
     moved = (mine - its).norm(dim=2) > OTHER_EXPERTS * its.norm(dim=2)
