@@ -95,7 +95,7 @@ def predict(directory: Path, length: int) -> dict[str, Any]:
     """The prediction for one prompt of this length; the checkpoint is its config and the names of its tensors."""
     write_json(directory / "config.json", FULL)
     needed = dict(shapes(FULL))
-    by_stage, _ = loading.assign_stages(loading.meta_model(directory, False), list(needed))
+    by_stage, *_ = loading.assign_stages(loading.meta_model(directory, False), list(needed))
     descriptions = {
         stage: {
             "tensors": {

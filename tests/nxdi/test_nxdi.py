@@ -388,7 +388,7 @@ def test_codes_without_their_scales_are_no_weights(minimax, monkeypatch, tmp_pat
             {"config": {"mistake": "raises"}},
             r"cannot be built for 1 rank \(ValueError at modeling_minimax_m2\.py:\d+: no such",
         ),
-        ({"taps": {"attn.x": "self_attn"}}, 'port.nxdi.taps: "attn.x" is not a tap'),
+        ({"taps": {"attn.qrot": "self_attn"}}, 'port.nxdi.taps: "attn.qrot" is not a tap'),
         ({"config": {"num_local_experts": 9}}, r"cannot convert the checkpoint \(KeyError at \S+: .*experts.8"),
     ],
 )

@@ -243,7 +243,7 @@ STOPS = {
     "tied head": ("lm_head", [(FOR_NAME, '    for name in ["lm_head.weight"]:\n')]),
     "size of a head": ("layer_000", [('config.get("head_dim") or hidden // heads', "hidden // heads")]),
     "weight left out": ("layer_000", [("in weights:\n", "in (one for one in weights if 'up_proj' not in one):\n")]),
-    "name of a tap": ("layer_000", [('q, k = tap("attn.q_rot", ', 'q, k = tap("attn.q_rotated", ')]),
+    "name of a tap": ("layer_000", [('q, k = tap("attn.q_rot", ', 'q, k = tap("attn.qrot", ')]),
 }
 
 
