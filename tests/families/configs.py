@@ -112,6 +112,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
         **{"indexer_budget": 8, "indexer_compress_ratio": 2},
     },
+    "rwkv": {"rescale_every": 2},
     "zamba2": {
         "num_hidden_layers": 6,
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
@@ -145,7 +146,6 @@ OUT_OF_SCOPE: dict[str, str] = {
 WANTED: dict[str, str] = {
     "hrm_text": "runs its layers several times over, each time on other states",
     "mllama": "has layers that read the states of pictures, which text alone does not run",
-    "rwkv": "rescales its layers' weights from outside",
     "jetmoe": "has shapes that depend on values, at which XLA ends the process",
     "qwen4_exp": "as jetmoe",
     "qwen4_exp_text": "as jetmoe",

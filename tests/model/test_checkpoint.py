@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from configs import config_with
@@ -15,6 +16,7 @@ from layerproof.errors import StageError, UserError
 from layerproof.golden import stage as golden_stage
 from layerproof.golden import transformers_stage
 from layerproof.model import checkpoint, loading
+from layerproof.model.parts import parts_of
 from layerproof.model.stages import all_stages
 from layerproof.model.tokens import pad
 from layerproof.tensors import hdf5
@@ -23,6 +25,7 @@ from models import CONFIGS, save
 SMALL = "qwen3"
 STAGES = all_stages(CONFIGS[SMALL]["num_hidden_layers"])
 DOWN = "model.layers.1.mlp.down_proj.weight"
+RWKV = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "rescale_every": 1}
 
 
 @pytest.fixture(scope="session")
@@ -322,3 +325,54 @@ def test_a_single_file_needs_no_index(model):
     (model / checkpoint.SINGLE).write_bytes((model / checkpoint.SINGLE).read_bytes()[:20])
     with pytest.raises(UserError, match=checkpoint.SINGLE):
         describe(model)
+
+
+def test_weights_that_the_first_forward_changes_are_loaded_as_it_leaves_them(tmp_path):
+    """RWKV divides two weights of its later layers by powers of 2, and halves the hidden states between layers."""
+    transformers.RwkvForCausalLM(transformers.RwkvConfig(**RWKV)).bfloat16().save_pretrained(tmp_path)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    on_disk = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    whole(input_ids=torch.tensor([[5, 6, 7]]))
+    after = whole.state_dict()
+    stages = all_stages(RWKV["num_hidden_layers"])
+    halved = {name for name in after if not torch.equal(after[name], on_disk[name])}
+    assert len(halved) == 2 * 2
+    for stage, description in describe(tmp_path, stages).items():
+        model = loading.meta_stage(tmp_path, stage, False, torch.bfloat16)
+        loading.load_stage(model, stage, tmp_path, description, torch.device("cpu"))
+        for name, tensor in loading.parameters_of(model, stage).items():
+            assert torch.equal(tensor, after[name]), name
+            if name in halved:
+                place = (model, name, tmp_path, description, torch.device("cpu"), name)
+                assert torch.equal(loading.load_changed(*place, lambda read: read * 8), after[name] * 8)
+        twin = loading.meta_stage(tmp_path, stage, False, torch.float32)
+        kept = dict(loading.parameters_of(model, stage))
+        loading.load_stage(twin, stage, tmp_path, description, torch.device("cpu"), kept)
+        assert all(
+            torch.equal(tensor, after[name].float()) for name, tensor in loading.parameters_of(twin, stage).items()
+        )
+
+
+def reads(model, x):
+    return x * model.layers[0].mlp.down_proj.weight.mean()
+
+
+def writes_once(model, x):
+    if not hasattr(model, "is_prepared"):
+        model.is_prepared = True
+        model.layers[0].mlp.down_proj.weight.mul_(x.mean())
+    return x
+
+
+@pytest.mark.parametrize("reach, said", [(reads, "reaches into"), (writes_once, "writes a tensor into")])
+def test_a_model_that_reaches_into_its_layers_is_refused(reach, said, model, monkeypatch):
+    before = transformers.Qwen3Model.forward
+
+    def forward(self, *args, **kwargs):
+        output = before(self, *args, **kwargs)
+        output.last_hidden_state = reach(self, output.last_hidden_state)
+        return output
+
+    monkeypatch.setattr(transformers.Qwen3Model, "forward", forward)
+    with pytest.raises(UserError, match=f"cannot be run one layer at a time: .*{said}"):
+        parts_of(loading.meta_model(model, False, torch.float32))

@@ -55,7 +55,7 @@ PROJECTION = "self_attn.o_proj"
 """The module whose input is the context. If a model lacks it, the attention function's result is the context."""
 
 
-MIXING = re.compile("conv1d|delta_rule|delta_attention|scan|state_update")
+MIXING = re.compile("conv1d|delta_rule|delta_attention|linear_attention$|scan|state_update")
 """Names of functions that mix tokens, in files of models."""
 
 LAST = (PROJECTION, "mlp.down_proj")

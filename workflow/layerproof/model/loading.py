@@ -330,7 +330,8 @@ def load_stage(
     """Loads the weights of one stage into a `meta_model` or `meta_stage`, in place.
 
     transformers converts the weights and casts them to the model's dtype. Parameters and buffers in `preloaded` (by their
-    names in the model) use those tensors, cast to the model's dtype, instead of reading from disk. Buffers that are
+    names in the model) use those tensors, cast to the model's dtype, instead of reading from disk. Weights that the
+    model's first forward changes are changed here. Buffers that are
     computed rather than loaded (rotary frequencies, embedding scale) are computed for the full model.
 
     A tensor of all experts is never in memory twice: experts are read and converted one by one.
@@ -368,8 +369,15 @@ def load_stage(
             )
         if tensor.dtype != declared[name] == torch.promote_types(tensor.dtype, declared[name]):
             replace_tensor(model, name, tensor.to(declared[name]))
+        _write(model, name)
     with torch.no_grad(), initialization.guard_torch_init_functions():
         make_computed_buffers(model, device)
+
+
+def _write(model: PreTrainedModel, name: str) -> None:
+    """Does to a loaded parameter what the model's first forward does to it."""
+    for write in parts_of(model).writes.get(name, ()):
+        write.apply(model.get_parameter_or_buffer(name))
 
 
 def _tie(model: PreTrainedModel, parts: Parts, names: Iterable[str]) -> None:
@@ -432,6 +440,7 @@ def load_changed(
     before = model.get_parameter_or_buffer(parameter)
     read = {name: _Changed(tensor, change) if name.endswith(ending) else tensor for name, tensor in found.items()}
     _fill(model, read, device)
+    _write(model, parameter)
     after = model.get_parameter_or_buffer(parameter)
     replace_tensor(model, parameter, before)
     return after.detach()

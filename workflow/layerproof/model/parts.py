@@ -38,6 +38,19 @@ Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Write:
+    """An operation by which a model's first forward changes a weight in place, such as a division by 2."""
+
+    function: Callable
+    args: tuple
+    kwargs: Mapping[str, Any]
+
+    def apply(self, weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.function(weight, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
 class Parts:
     """The stages of a transformers causal language model.
 
@@ -46,7 +59,7 @@ class Parts:
     the name of a tied parameter to the one that it shares its weights with. `returns` says what each layer returns: None
     for a tensor, otherwise for each element of a tuple after the first whether it is a tensor. `hidden` are the dims of
     the hidden states that layers pass on. `inputs` maps a stage to the other arguments that earlier stages compute, each
-    with its dims.
+    with its dims. `writes` maps a parameter inside a layer to what the model's first forward does to it, as RWKV's does.
     """
 
     embed: str
@@ -58,6 +71,7 @@ class Parts:
     returns: Sequence[tuple[bool, ...] | None]
     hidden: Dims
     inputs: Mapping[str, Mapping[str, Dims]]
+    writes: Mapping[str, Sequence[Write]]
 
     def path_of(self, stage: str) -> str:
         """Returns the name of a stage's module.
@@ -126,7 +140,7 @@ class Unknowns(TorchDispatchMode):
 
     What depends on token ids alone, such as masks and positions, stays on `device`, also where the model makes it on the
     device of its hidden states. `learn` gives an unknown tensor its value for all that follows. `used` collects the
-    tensors in `watched`, names by id, that operations use.
+    tensors in `watched`, names by id, that operations use; `writes` what is done to those in `inside`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,6 +148,8 @@ class Unknowns(TorchDispatchMode):
         self.device = device
         self.watched: dict[int, str] = {}
         self.used: set[str] = set()
+        self.inside: dict[int, str] = {}
+        self.writes: dict[str, list[Write]] = {}
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._numbers = _Numbers(device)
         self._is_on = False
@@ -175,6 +191,8 @@ class Unknowns(TorchDispatchMode):
         is_unknown = any(isinstance(value, torch.Tensor) and value.is_meta for value in flat)
         if is_unknown:
             _check_not_written(func, flat[0] if flat else None)
+            if args and id(args[0]) in self.inside and _writes_first(func):
+                self._note_write(func, args[1:], kwargs or {}, self.inside[id(args[0])])
             flat = [_unknown(value) if isinstance(value, torch.Tensor) else value for value in flat]
         arguments, named = cast("tuple[tuple, dict[str, Any]]", tree_unflatten(flat, spec))
         device = named.get("device")
@@ -186,6 +204,11 @@ class Unknowns(TorchDispatchMode):
             if is_unknown and DATA_DEPENDENT.intersection(func.tags):
                 raise CannotKnow(f"{func} needs values that depend on weights of other stages") from error
             raise
+
+    def _note_write(self, func: Any, others: tuple, kwargs: Mapping[str, Any], name: str) -> None:
+        if any(isinstance(value, torch.Tensor) for value in tree_flatten((others, kwargs))[0]):
+            raise CannotKnow(f"{func} writes a tensor into {name} from outside its layer")
+        self.writes.setdefault(name, []).append(Write(func, others, kwargs))
 
 
 class _Numbers(TorchFunctionMode):
@@ -213,9 +236,14 @@ def _check_not_written(func: Any, first: Any) -> None:
     Raises:
         CannotKnow: if it does.
     """
-    info = func._schema.arguments[0].alias_info if func._schema.arguments else None
-    if info is not None and info.is_write and isinstance(first, torch.Tensor) and not first.is_meta:
+    if _writes_first(func) and isinstance(first, torch.Tensor) and not first.is_meta:
         raise CannotKnow(f"{func} writes values that depend on weights of other stages into a tensor that does not")
+
+
+def _writes_first(func: Any) -> bool:
+    """Whether an operation changes its first argument in place."""
+    info = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return info is not None and info.is_write
 
 
 def _unknown(tensor: torch.Tensor) -> torch.Tensor:
@@ -361,12 +389,10 @@ def _find(model: PreTrainedModel) -> Parts:
         first.setdefault(id(tensor), name)
     tied = {name: first[id(tensor)] for name, tensor in tensors if first[id(tensor)] != name}
     stages = all_stages(len(layers))
-    # Layers without modules, as a stage has them but for its own.
-    alone = copy.deepcopy(
-        twin, {id(of): {} for layer in layers for of in (layer._modules, layer._parameters, layer._buffers)}
-    )
     probe = _Probe(model, layers, used={stage: set() for stage in stages})
-    probe.unknowns.watched = {id(of): name for name, of in tensors if not name.startswith(layers_name + ".")}
+    for name, tensor in tensors:
+        of = probe.unknowns.inside if name.startswith(layers_name + ".") else probe.unknowns.watched
+        of[id(tensor)] = name
     inside = set(layers.modules())
     ids = torch.zeros(PROBE, dtype=torch.long)
     with contextlib.ExitStack() as stack, torch.no_grad():
@@ -386,7 +412,9 @@ def _find(model: PreTrainedModel) -> Parts:
             raise has_no_stages(model, f"{type(error).__name__}: {first_line(error)}") from error
     if len(probe.returns) != len(layers):
         raise has_no_stages(model, f"only {len(probe.returns)} of its {len(layers)} layers run")
-    _run_without_layers(model, alone, probe.returns)
+    _check_reach(model, twin, probe.returns)
+    if probe.unknowns.writes and next(model.parameters()).is_meta:
+        _run_around(model, probe.returns)  # it does not change its weights again
     return Parts(
         embed=names[twin.get_input_embeddings()],
         layers=layers_name,
@@ -397,29 +425,35 @@ def _find(model: PreTrainedModel) -> Parts:
         returns=tuple(probe.returns),
         hidden=probe.hidden,
         inputs={stage: of for stage, of in probe.inputs.items() if of},
+        writes=probe.unknowns.writes,
     )
 
 
-def _run_without_layers(
-    model: PreTrainedModel, alone: PreTrainedModel, returns: Sequence[tuple[bool, ...] | None]
-) -> None:
-    """Runs a twin whose layers have no modules; they pass on their hidden states.
+def _check_reach(model: PreTrainedModel, twin: PreTrainedModel, returns: Sequence[tuple[bool, ...] | None]) -> None:
+    """Checks that a twin, which ran once, runs with layers that have no modules, as a stage has them but for its own.
 
     Raises:
-        UserError: if the model reaches into layers from outside, as RWKV does to rescale their weights.
+        UserError: if it reaches into its layers from outside them.
     """
-    for layer, returned in zip(layers_of(alone)[1], returns, strict=True):
-
-        def passing(*args: Any, layer: nn.Module = layer, returned: Any = returned, **kwargs: Any) -> Any:
-            return as_returned(returned, Call.of(layer, args, kwargs).hidden)
-
-        cast("Any", layer).forward = passing
+    empty = {id(of): {} for layer in layers_of(twin)[1] for of in (layer._modules, layer._parameters, layer._buffers)}
     try:
-        with torch.no_grad(), Unknowns(torch.device("cpu")):
-            alone(input_ids=torch.zeros(PROBE, dtype=torch.long), use_cache=False)
+        _run_around(copy.deepcopy(twin, empty), returns)
     except Exception as error:
         why = f"it reaches into its layers from outside them ({type(error).__name__}: {first_line(error)})"
         raise has_no_stages(model, why) from error
+
+
+def _run_around(model: PreTrainedModel, returns: Sequence[tuple[bool, ...] | None]) -> None:
+    """Runs what a model does outside its layers, which only pass on their hidden states."""
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for layer, returned in zip(layers_of(model)[1], returns, strict=True):
+
+            def passing(*args: Any, layer: nn.Module = layer, returned: Any = returned, **kwargs: Any) -> Any:
+                return as_returned(returned, Call.of(layer, args, kwargs).hidden)
+
+            stack.enter_context(replaced_forward(layer, passing))
+        stack.enter_context(Unknowns(torch.device("cpu")))
+        model(input_ids=torch.zeros(PROBE, dtype=torch.long), use_cache=False)
 
 
 @dataclass
