@@ -37,7 +37,7 @@ docs: $(VENV)/docs.done
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
 
 test: setup-dev lint
-	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=10
 
 check: setup-dev
 	$(MAKE) --no-print-directory --jobs 2 --output-sync fast types style

@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,27 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['model_type']:28} {row['outcome']:12} {covered} {row['seconds']:6} s  {said}"
 
 
-def summary(of_seed: Sequence[dict[str, Any]]) -> str:
-    """The last line: how many types ended in which way, and how many of the drawn mistakes were found."""
-    outcomes = Counter(row["outcome"] for row in of_seed)
+@dataclass(frozen=True)
+class Counts:
+    """How many types ended in which way, how many mistakes were drawn, and of how many stage and tap are right."""
+
+    outcomes: Counter[str]
+    mistakes: int
+    right: dict[str, int]
+
+
+def count(of_seed: Sequence[dict[str, Any]]) -> Counts:
     mistakes = [row["mistake"] for row in of_seed if row["mistake"]]
-    found = {what: sum(one["expected"][what] == one["found"][what] for one in mistakes) for what in ("stage", "tap")}
-    counts = [f"{outcome}: {count}" for outcome, count in outcomes.items()]
-    counts += [f"mistakes whose {what} is right: {count}/{len(mistakes)}" for what, count in found.items()]
-    return "; ".join(counts)
+    right = {what: sum(one["expected"][what] == one["found"][what] for one in mistakes) for what in ("stage", "tap")}
+    return Counts(Counter(row["outcome"] for row in of_seed), len(mistakes), right)
+
+
+def summary(of_seed: Sequence[dict[str, Any]]) -> str:
+    """The last line that the command prints."""
+    counts = count(of_seed)
+    parts = [f"{outcome}: {number}" for outcome, number in counts.outcomes.items()]
+    parts += [f"mistakes whose {what} is right: {number}/{counts.mistakes}" for what, number in counts.right.items()]
+    return "; ".join(parts)
 
 
 def main() -> None:

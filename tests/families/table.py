@@ -18,7 +18,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "workflow"), str(REPOSITORY / "tests")]
 
-from families import false_alarms, rows  # noqa: E402
+from families import false_alarms, rows, run  # noqa: E402
 from families.configs import OUT_OF_SCOPE, WANTED  # noqa: E402
 
 PAGE = REPOSITORY / "docs/families.md"
@@ -64,19 +64,18 @@ def page(survey: Sequence[dict[str, Any]], alarms: Sequence[dict[str, Any]]) -> 
 
 
 def figures(survey: Sequence[dict[str, Any]]) -> str:
-    outcomes = [row["outcome"] for row in survey]
-    runs = len(survey) - outcomes.count(CANNOT_RUN)
-    judged = outcomes.count("passed") + outcomes.count("false alarm")
-    mistakes = [row["mistake"] for row in survey if row["mistake"]]
-    right = {what: sum(one["expected"][what] == one["found"][what] for one in mistakes) for what in ("stage", "tap")}
+    counts = run.count(survey)
+    outcomes = counts.outcomes
+    judged, runs = outcomes["passed"] + outcomes["false alarm"], len(survey) - outcomes[CANNOT_RUN]
+    stage, tap = counts.right["stage"], counts.right["tap"]
     modules, without = sum(row["modules"] for row in survey), sum(len(row["without_tap"]) for row in survey)
     return (
         f"- judged: {judged} of {runs} types that plain transformers runs here ({judged / runs:.1%}); false alarms: "
-        f"{outcomes.count('false alarm')}; crashed: {outcomes.count('crashed') + outcomes.count('not on XLA')}; "
-        f"refused in one line: {outcomes.count('refused')}\n"
+        f"{outcomes['false alarm']}; crashed: {outcomes['crashed'] + outcomes['not on XLA']}; "
+        f"refused in one line: {outcomes['refused']}\n"
         f"- {sum(row['taps'] for row in survey)} taps; {modules - without} of {modules} modules with weights have a tap of "
         "what they return\n"
-        f"- mistakes found: stage {right['stage']} of {len(mistakes)}, tap {right['tap']} of {len(mistakes)}\n"
+        f"- mistakes found: stage {stage} of {counts.mistakes}, tap {tap} of {counts.mistakes}\n"
     )
 
 
