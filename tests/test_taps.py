@@ -101,3 +101,19 @@ def test_a_tap_is_what_was_handed_over_whatever_is_written_into_it_later():
         out = tap("mlp.out", torch.ones(1, 2, 3))
         out.add_(1)
     assert torch.equal(taps["mlp.out"], torch.ones(1, 2, 3)) and torch.equal(out, 2 * torch.ones(1, 2, 3))
+
+
+def test_what_is_handed_over_again_is_another_tap_and_edited_as_the_first():
+    """As the attention of a layer that has two: a forced run must not put the second one's tensor into the first."""
+    first, second = (torch.full((1, 2, 3), value) for value in (5.0, 7.0))
+
+    def twice(x):
+        return tap("attn.q_rot", x), tap("attn.q_rot", x + 1)
+
+    with collecting({"attn.q_rot": first, "attn.q_rot.2": second}) as taps:
+        assert twice(torch.ones(1, 2, 3)) == (first, second)
+    assert (taps["attn.q_rot"] == 1).all() and (taps["attn.q_rot.2"] == 2).all()
+    with collecting(edits={"attn.q_rot": lambda tensor, seen: tensor * 10}):
+        assert [int(tensor.max()) for tensor in twice(torch.ones(1, 2, 3))] == [10, 20]
+    with collecting(edits={"attn.q_rot.2": lambda tensor, seen: tensor * 10}):
+        assert [int(tensor.max()) for tensor in twice(torch.ones(1, 2, 3))] == [1, 20]

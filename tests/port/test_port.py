@@ -230,8 +230,10 @@ def then(statement):
     ],
 )
 def test_a_tap_of_any_shape_and_dtype_ends_as_a_verdict(golden, tmp_path, value, reason):
-    failed = run_edited(golden, tmp_path, MOE_OUT, then(f'tap("mlp.out", {value})'))
-    assert failed.keys() == {"mlp.out"} and reason in failed["mlp.out"]
+    reshaped = "context.reshape(batch, seq, self.heads * self.head_dim)"
+    handed = f'context = {reshaped}\n        x = 2 * context\n        tap("attn.context", {value})'
+    failed = run_edited(golden, tmp_path, f'context = tap("attn.context", {reshaped})', handed)
+    assert failed.keys() == {"attn.context"} and reason in failed["attn.context"]
 
 
 def test_a_port_may_be_called_like_a_library(golden, tmp_path):

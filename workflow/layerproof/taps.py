@@ -13,6 +13,7 @@ import difflib
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
@@ -185,6 +186,7 @@ class _Run:
     own: Collection[str] | None
     collected: dict[str, torch.Tensor] = field(default_factory=dict)
     left_out: Container[str] = ()
+    _times: Counter[str] = field(default_factory=Counter)
 
     def hand_over(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if self.own is not None:
@@ -193,13 +195,14 @@ class _Run:
             raise StageError(
                 f'tap: "{name}" is a {type(tensor).__name__}, not a tensor. Write tap("{name}", tensor) inside forward.'
             )
+        usual, name = name, self._numbered(name)
         if name in self.left_out:
             return tensor
         places = _places.get()
         if places is not None and (place := _calling_place()):
             places[name] = place
-        if name in self.edits:
-            tensor = self.edits[name](tensor, {**self.collected, **self.forced})
+        if edit := self.edits.get(name, self.edits.get(usual)):
+            tensor = edit(tensor, {**self.collected, **self.forced})
         self.collected[name] = tensor.clone()  # what follows may write into the tensor, as Llama 4's `out.add_` does
         if name == self.until != OUT:
             raise TapsDone
@@ -211,6 +214,11 @@ class _Run:
             return golden
         known = layouts(name, tensor.shape, {one: of.shape for one, of in self.forced.items()})
         return known[0].write(tensor, golden) if len(known) == 1 else tensor
+
+    def _numbered(self, name: str) -> str:
+        """The name of a tap, with the number of the time that it is handed over if that is not the first: `NAME.2`."""
+        self._times[name] += 1
+        return name if self._times[name] == 1 else f"{name}.{self._times[name]}"
 
 
 _run: ContextVar[_Run | None] = ContextVar("run", default=None)
@@ -276,6 +284,8 @@ def _is_foreign(file: str) -> bool:
 
 def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Hands `tensor` over under a tap's name if the run collects taps; returns the tensor to go on with.
+
+    What is handed over again in the same run is another tap, `NAME.2`, `NAME.3` and so on.
 
     The result is `tensor` itself, or in a teacher-forced run the golden's tap of this name and shape, in the dtype of
     `tensor`.

@@ -292,7 +292,7 @@ def _tapped(name: str, function: Callable, shape: torch.Size, steps: _Steps, unt
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        place, owner = steps.next(name), steps.running[-1]
+        place, owner = steps.name(name), steps.running[-1]
         untapped.not_run.difference_update([path for path in untapped.not_run if path.startswith(f"{owner}.")])
 
         def shown(argument: str, value: Any) -> Any:
@@ -330,7 +330,6 @@ class _Steps(TorchFunctionMode):
         self.router = router
         self.num_experts = num_experts
         self.running: list[str] = [""]
-        self._seen: dict[str, int] = {}
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -374,7 +373,7 @@ class _Steps(TorchFunctionMode):
         view = view_of(taken_of, self.shape)
         if view is None or view_of(result[1], self.shape) is None or dim not in (-1, taken_of.ndim - 1):
             return result
-        name = self.next("choice")
+        name = self.name("choice")
         # Masks rule out by the lowest number of the dtype, which is another one in fp32.
         lowest = torch.finfo(torch.bfloat16).min / 2
         selection = taken_of.masked_fill(taken_of <= lowest, -torch.inf)
@@ -404,13 +403,11 @@ class _Steps(TorchFunctionMode):
         view = view_of(margin, self.shape)
         if view is None:
             return compare(first, second)
-        after = tap_as(self.next("margin"), margin, view.show, view.back)
+        after = tap_as(self.name("margin"), margin, view.show, view.back)
         return compare(first, second) if after is margin else is_true(after)
 
-    def next(self, what: str) -> str:
-        name = f"{self.running[-1]}.{what}".lstrip(".")
-        self._seen[name] = self._seen.get(name, 0) + 1
-        return name if self._seen[name] == 1 else f"{name}.{self._seen[name]}"
+    def name(self, what: str) -> str:
+        return f"{self.running[-1]}.{what}".lstrip(".")
 
 
 COMPARISONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
