@@ -69,7 +69,7 @@ def fitted(draws, truth, compared):
     exact, values = np.where(keep, features, 0), np.where(keep, values, 0)
     rounded, expected = rounding_squares(exact)
     squares = np.stack([*np.square(values - exact), rounded])
-    rounding = squares.mean() and squares.sum(axis=(1, 2)).mean() / expected.sum()
+    rounding = squares.mean() and squares.sum(axis=(1, 2)).mean() / expected[squares.any(axis=0)].sum()
     known = squares if rounding else np.broadcast_to(expected, squares.shape)
     token, counts = np.ones((1, len(exact))), (keep.sum(axis=1), keep.sum(axis=0))
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -382,3 +382,35 @@ def test_a_score_that_is_off_is_found_where_most_numbers_are_exact():
     numbers[1, 50, 3] -= 0.02
     result = judge(bfloat16(numbers), draws[0], truth, valid, LIMIT, None, measure(draws, truth, valid))
     assert result["worst_token"]["index"] == [1, 50] and result["status"] == "fail"
+
+
+def weights_of_a_rare_expert(seed):
+    """Weights of a router that takes one of 4 experts, one of them at two tokens alone, as Zaya's; draws in bf16."""
+    random = np.random.default_rng(seed)
+    rare = np.zeros((3, 40), bool)
+    rare[:2, 0] = True
+    scores = np.where(rare, 0.2, random.uniform(0.6, 0.75, rare.shape))
+    experts = np.eye(4, dtype=bool)[np.where(rare, 0, 2)]
+    draws = [scores + scores * (1 - scores) * 0.01 * random.standard_normal(rare.shape) for _ in range(5)]
+    return [bfloat16(experts * draw[..., None]) for draw in draws], fp32(experts * scores[..., None]), experts
+
+
+def test_one_more_draw_passes_where_two_tokens_choose_an_expert():
+    valid, failing = np.ones((3, 40), bool), []
+    for seed in range(300):
+        (*draws, port), truth, experts = weights_of_a_rare_expert(seed)
+        noise = measure(draws, truth, valid, experts)
+        if judge(port, draws[0], truth, valid, LIMIT, None, noise, experts)["status"] == "fail":
+            failing.append(seed)
+    assert not failing
+
+
+def test_a_weight_that_is_off_is_found_where_two_tokens_choose_an_expert():
+    (*draws, port), truth, experts = weights_of_a_rare_expert(0)
+    valid = np.ones((3, 40), bool)
+    numbers = port.floats(port.data[...]).copy()
+    numbers[1, 0, 0] *= 1.1
+    result = judge(
+        bfloat16(numbers), draws[0], truth, valid, LIMIT, None, measure(draws, truth, valid, experts), experts
+    )
+    assert result["worst_token"]["index"] == [1, 0] and result["status"] == "fail"

@@ -35,8 +35,8 @@ SILENT = 2.0**-5
 """A single number as large as the noise, in a block of 128 numbers, then stays below four times the noise of the block."""
 
 FEW = 4
-"""Numbers of a token that are too few to tell its noise: at one token of a thousand, the mean square of 4 is below a
-fortieth of the expected one (chi-squared with 4 degrees of freedom), that of 16 a quarter."""
+"""Numbers of a token or channel that are too few to tell its noise: at one token of a thousand, the mean square of 4 is
+below a fortieth of the expected one (chi-squared with 4 degrees of freedom), that of 16 a quarter."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,10 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
                 noise_kernel.balance(fit, following, is_exact, block)
             fit = fit._replace(channel=following / fit.channel_counts)
         if not is_exact:
-            fit = fit._replace(channel=_not_silent(fit.channel))
-            if features < FEW:
-                fit = _steadied(fit, len(fit.token) * features)
+            fit = fit._replace(channel=_not_quiet(_not_silent(fit.channel), fit.inexact_counts))
+            per_token = fit.inexact_counts.sum() / (fit.token_counts > 0).sum()
+            if per_token < FEW:  # as a router's weights, of which most are 0
+                fit = _steadied(fit, per_token)
         for block in tap.blocks():
             noise_kernel.in_units(fit, by_token, by_channel, rounding, is_exact, block)
     fit.token[:, fit.token_counts == 0] = np.nan
@@ -172,13 +173,16 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
     return Noise(compared, token, channel, rounding, {group: max(1.0, R) for group, R in band.items()})
 
 
-def _steadied(fit: Fit, numbers: int) -> Fit:
-    """Moves what is fitted to tokens, of so many numbers each, towards the median token, as if `FEW` more were known.
+def _steadied(fit: Fit, numbers: float) -> Fit:
+    """Moves what is fitted to tokens, of so many numbers each, towards the typical token, as if `FEW` more were known.
 
-    A few numbers may all be small by chance, and the next one is not.
+    A few numbers may all be small by chance, and the next one is not. The typical token is the median one, over how far
+    the median of a chi-squared distribution is below its mean (Wilson and Hilferty, PNAS 17, 1931).
     """
     median = np.nanmedian(np.where(fit.token_counts > 0, fit.token, np.nan), axis=1)
-    return fit._replace(share=numbers / (numbers + FEW), prior=median * FEW / (numbers + FEW))
+    typical = median / (1 - 2 / 9 / max(numbers, 1)) ** 3
+    known = len(fit.token) * numbers
+    return fit._replace(share=known / (known + FEW), prior=typical * FEW / (known + FEW))
 
 
 def _not_silent(channel: np.ndarray) -> np.ndarray:
@@ -191,6 +195,20 @@ def _not_silent(channel: np.ndarray) -> np.ndarray:
     if is_silent.all() or not is_silent.any():
         return channel
     return np.where(is_silent, np.maximum(channel, SILENT**2 * np.median(mean[mean > 0])), channel)
+
+
+def _not_quiet(channel: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Raises channels [rows, features] of a few `numbers` towards the median of those that have more.
+
+    A few numbers may all be small by chance, as the weights of an expert that two tokens choose. The median counts as
+    `FEW` further ones.
+    """
+    has_few, others = (numbers > 0) & (numbers < FEW), numbers >= FEW
+    if not has_few.any() or not others.any():
+        return channel
+    median = np.median(channel[:, others], axis=1, keepdims=True)
+    raised = (numbers * channel + FEW * median) / (numbers + FEW)
+    return np.where(has_few, np.maximum(channel, raised), channel)
 
 
 def _worst(ratios: np.ndarray) -> float:

@@ -46,6 +46,7 @@ class Fit(NamedTuple):
     Rows are the draws and, as the last row, the rounding of the truth to bf16.
 
     token_counts: int64 [tokens], channel_counts: int64 [features]: elements that are finite in all draws and the truth
+    inexact_counts: int64 [features]: those of them that are not exact in all rows
     token: [rows, tokens], channel: [rows, features]: means of squared errors, each in units of the other
     squares: [rows + 1]: sums of squared errors; the last is the expected sum for the rounding, of elements that are not
         exact in all rows, such as the ones and zeros of a softmax behind a mask
@@ -54,6 +55,7 @@ class Fit(NamedTuple):
 
     token_counts: np.ndarray
     channel_counts: np.ndarray
+    inexact_counts: np.ndarray
     token: np.ndarray
     channel: np.ndarray
     squares: np.ndarray
@@ -67,6 +69,7 @@ class Fit(NamedTuple):
         return cls(
             token_counts=np.zeros(tokens, np.int64),
             channel_counts=np.zeros(features, np.int64),
+            inexact_counts=np.zeros(features, np.int64),
             token=np.zeros((rows, tokens)),
             channel=np.zeros((rows, features)),
             squares=np.zeros(rows + 1),
@@ -193,7 +196,7 @@ def _add_to(totals, values):
 def _count(fit, expected, constants, block):
     features, rows = len(fit.channel_counts), len(fit.channel)
     exact, squares, keep = np.empty(features), np.empty((rows + 1, features)), np.empty(features, np.bool_)
-    one, units, inexact = np.ones(features), np.empty(features), np.empty(features)
+    one, units, inexact = np.ones(features), np.empty(features), np.empty(features, np.bool_)
     most = constants.largest_ratio * constants.largest_ratio
     for row in range(len(block.numbers)):
         if not block.kept[row]:
@@ -201,12 +204,15 @@ def _count(fit, expected, constants, block):
         fit.token_counts[block.numbers[row]] = _set_squares(block, row, constants, exact, squares, keep)
         for c in range(features):
             fit.channel_counts[c] += keep[c]
-        inexact[:] = 0.0
+        inexact[:] = False
         for of in range(rows):
             for c in range(features):
-                inexact[c] = squares[rows, c] if squares[of, c] > 0 else inexact[c]
+                inexact[c] |= squares[of, c] > 0
+        for c in range(features):
+            fit.inexact_counts[c] += inexact[c]
+            exact[c] = squares[rows, c] if inexact[c] else 0.0
         for of in range(rows + 1):
-            fit.squares[of] += _total(squares[of] if of < rows else inexact)
+            fit.squares[of] += _total(squares[of] if of < rows else exact)
             _set_units(squares[of], one, most, units)
             _add_to(fit.channel[of] if of < rows else expected, units)
 
