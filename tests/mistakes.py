@@ -62,7 +62,7 @@ def _of_weights(part: nn.Module) -> Iterator[tuple[str, Place]]:
         if weight.ndim == 2 and weight.shape[0] == weight.shape[1]:
             yield "weight transposed", partial(_transposed, name)
         if weight.ndim == 3 and rows > 1:
-            yield "experts exchanged", partial(_experts, name, rows)
+            yield "parts exchanged", partial(_parts, name, rows)
         alike = [other for other, one in weights.items() if other != name and one.shape == weight.shape]
         if alike:
             yield "weights exchanged", partial(_exchanged, name, alike)
@@ -95,8 +95,8 @@ def _transposed(name: str, random: np.random.Generator) -> Mistake:
     return Mistake("weight transposed", name, f"{name} is transposed", put)
 
 
-def _experts(name: str, experts: int, random: np.random.Generator) -> Mistake:
-    pair = random.choice(experts, 2, replace=False).tolist()
+def _parts(name: str, parts: int, random: np.random.Generator) -> Mistake:
+    pair = random.choice(parts, 2, replace=False).tolist()
 
     def put(part: nn.Module) -> None:
         weight = part.get_parameter(name)
@@ -104,7 +104,8 @@ def _experts(name: str, experts: int, random: np.random.Generator) -> Mistake:
         changed[pair] = weight.data[pair[::-1]]
         weight.data = changed
 
-    return Mistake("experts exchanged", name, f"{name} has experts {pair[0]} and {pair[1]} exchanged", put)
+    of = "channels" if "conv" in name else "experts"
+    return Mistake("parts exchanged", name, f"{of} {pair[0]} and {pair[1]} of {name} are exchanged", put)
 
 
 def _exchanged(name: str, alike: Sequence[str], random: np.random.Generator) -> Mistake:

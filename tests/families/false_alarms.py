@@ -140,7 +140,7 @@ def summary(of_seed: Sequence[dict[str, Any]]) -> str:
     wrong = sum(status != "pass" for status in statuses)
     outcomes = Counter(row["outcome"] for row in of_seed)
     cases = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-    return f"{wrong} false alarms in {len(statuses)} stages of {len(families)} families (cases: {cases})"
+    return f"false alarms: {wrong} in {len(statuses)} stages of {len(families)} families (cases: {cases})"
 
 
 def main() -> None:

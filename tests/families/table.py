@@ -45,12 +45,12 @@ def page(survey: Sequence[dict[str, Any]], alarms: Sequence[dict[str, Any]]) -> 
     seed, of_alarms = survey[0]["seed"], alarms[0]["seed"] if alarms else None
     installed = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in PACKAGES)
     made = [f"make families SEED={seed}", *([f"make false-alarms N=1000 SEED={of_alarms}"] if alarms else [])]
-    text = HEAD + f"Made on {datetime.date.today()} with {installed}, by `{'` and `'.join(made)}` on two cores.\n\n"
+    text = HEAD + f"Made on {datetime.date.today()} with {installed},\nby `{'` and `'.join(made)}` on two cores.\n\n"
     text += figures(survey)
     if alarms:
         text += (
-            f"- {false_alarms.summary(alarms)}: drawn families, sizes, dtypes of golden and port, prompts (short, long, "
-            "padded, repeated, all one token), and implementations of attention and experts\n"
+            f"- {false_alarms.summary(alarms)};\n  drawn families, sizes, dtypes of golden and port, prompts (short, long,\n"
+            "  padded, repeated, all one token), and implementations of attention and experts\n"
         )
     text += "\n| type | outcome | taps | modules with a tap | the mistake | found |\n|---|---|---|---|---|---|\n"
     text += "".join(map(row, sorted(survey, key=lambda one: one["model_type"])))
