@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -244,3 +245,17 @@ def test_a_port_for_longer_prompts_with_heads_first_is_judged_and_diagnosed_as_a
     wrong = harness.run(model, STAGE, port_source(PADS, HEADS_FIRST, SIGMOID), tmp_path / "wrong")
     (culprit,) = wrong.culprits
     assert (culprit["tap"], culprit["cause"]["name"]) == ("router.scores", "router_sigmoid")
+
+
+@pytest.mark.parametrize("last", [-1e-6, 1e-6])
+def test_of_faults_that_explain_a_tap_equally_well_the_first_of_the_dictionary_is_the_cause(last, monkeypatch):
+    """Weights of a softmax that are not normalised, or normalised over all experts, are the same but for rounding."""
+    alike = {"router_weights_not_normalised": 0.56, "router_weights_over_all": 0.56 + last}
+
+    def attempt(bench, faults, tap):
+        R = alike.get(faults[0].name, 100.0)
+        return diagnose._Attempt(faults, R, R, explains=R < 1)
+
+    monkeypatch.setattr(diagnose, "_try", attempt)
+    found = diagnose._attempts(SimpleNamespace(forced=(), feeds=()), "router.weights")
+    assert [one.names[0] for one in found[:2]] == list(alike)

@@ -378,7 +378,11 @@ def _head_dim(bench: _Bench, tap: str) -> int | None:
 
 
 def _attempts(bench: _Bench, tap: str) -> list[_Attempt]:
-    """Attempts with faults that may show first at this tap, best first; tries more faults until one explains it."""
+    """Attempts with faults that may show first at this tap, best first; tries more faults until one explains it.
+
+    Of those with the same R, by three digits, the dictionary's first comes first: they may be the same mathematics, as
+    weights of a softmax that are not normalised or are normalised over all experts.
+    """
     places = unseen_before(tap, bench.forced, bench.feeds) | canonical_after(tap, bench.feeds)
     known = [fault for fault in DICTIONARY if fault.tap in places]
     attempts: list[_Attempt] = []
@@ -387,7 +391,7 @@ def _attempts(bench: _Bench, tap: str) -> list[_Attempt]:
             _pairs(attempts) if round == "pairs" else [(fault,) for fault in known if fault.slow == (round == "slow")]
         )
         attempts += [attempt for faults in more if (attempt := _try(bench, faults, tap))]
-        attempts.sort(key=lambda attempt: (not attempt.explains, attempt.R))
+        attempts.sort(key=lambda attempt: (not attempt.explains, float(f"{attempt.R:.3g}")))
         if attempts and attempts[0].explains:
             break
     return attempts
