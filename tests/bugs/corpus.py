@@ -818,7 +818,7 @@ FP8 = [
     _bug(name, tap, cause, edit, model=MINIMAX_FP8, stage="layer_001")
     for name, tap, cause, edit in (
         ("fp8 scales ignored", "attn.q", "fp8_scales_ignored", (SCALES, f"{SCALES}.fill_(1)")),
-        ("fp8 scales transposed", "attn.q", "fp8_scales_transposed", (SCALES, f"{SCALES}.T.contiguous()")),
+        ("fp8 scales transposed", "attn.q", "fp8_scales_transposed", (SCALES, f"{SCALES}; scales = scales.T.reshape(scales.shape)")),
         (
             "fp8 scales of experts ignored",
             "mlp.out",
