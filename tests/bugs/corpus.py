@@ -814,11 +814,12 @@ QWEN = [Bug(**{**vars(bug), "model": QWEN3, "stage": bug.stage if bug.stage != L
 
 EXPERT = 'dequantized(weights, f"{moe}experts.{expert}.{matrix}.weight", stage.dtype)'
 SCALES = 'scales = weights[f"{name}_scale_inv"]'
+IN_OTHER_ORDER = "; scales = scales.T.reshape(scales.shape)"
 FP8 = [
     _bug(name, tap, cause, edit, model=MINIMAX_FP8, stage="layer_001")
     for name, tap, cause, edit in (
         ("fp8 scales ignored", "attn.q", "fp8_scales_ignored", (SCALES, f"{SCALES}.fill_(1)")),
-        ("fp8 scales transposed", "attn.q", "fp8_scales_transposed", (SCALES, f"{SCALES}; scales = scales.T.reshape(scales.shape)")),
+        ("fp8 scales transposed", "attn.q", "fp8_scales_transposed", (SCALES, f"{SCALES}{IN_OTHER_ORDER}")),
         (
             "fp8 scales of experts ignored",
             "mlp.out",
