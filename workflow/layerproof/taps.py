@@ -216,7 +216,7 @@ class _Run:
         return known[0].write(tensor, golden) if len(known) == 1 else tensor
 
     def _numbered(self, name: str) -> str:
-        """The name of a tap, with the number of the time that it is handed over if that is not the first: `NAME.2`."""
+        """Counts how often a tap is handed over; from the second time on, the count is part of its name (`NAME.2`)."""
         self._times[name] += 1
         return name if self._times[name] == 1 else f"{name}.{self._times[name]}"
 
