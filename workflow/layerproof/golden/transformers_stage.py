@@ -2,7 +2,7 @@
 
 The whole causal language model runs, with every layer but one replaced by a pass-through. So masks, positions, rotary
 tables, scalings and anything else that depends on the layer's index reach the stage as in the whole model, for any
-architecture. What depends on weights of other stages is unknown on the way (`parts.Unknowns`). The stage's input is put
+architecture. What depends on weights of other stages is unknown on the way (`unknowns.Unknowns`). The stage's input is put
 in at its boundary, and its output is read where the next stage begins.
 """
 
@@ -22,7 +22,6 @@ from layerproof.golden.layer_taps import add_taps, first_of
 from layerproof.model.parts import (
     Call,
     Dims,
-    Unknowns,
     as_returned,
     from_tap,
     hooked,
@@ -31,6 +30,7 @@ from layerproof.model.parts import (
     to_tap,
 )
 from layerproof.model.stages import EMBED, LM_HEAD, NORM, layer_of, layer_stage
+from layerproof.model.unknowns import Unknowns
 from layerproof.taps import OUT, Edit, TapsDone, collecting, tap
 
 if TYPE_CHECKING:

@@ -42,6 +42,7 @@ from transformers.quantizers.base import HfQuantizer
 from layerproof.errors import StageError, UserError, first_line, one_line
 from layerproof.files import read_json, sha256
 from layerproof.model import fp8
+from layerproof.model.buffers import make_computed_buffers
 from layerproof.model.checkpoint import (
     CONFIG,
     INDEX,
@@ -55,7 +56,7 @@ from layerproof.model.checkpoint import (
     tensors_of_stage,
     transformers_config,
 )
-from layerproof.model.parts import Parts, make_computed_buffers, parts_of
+from layerproof.model.parts import Parts, parts_of
 from layerproof.model.stages import layer_of
 from layerproof.rerun.recorder import cached
 from layerproof.tensors.hdf5 import dtype_name
@@ -331,8 +332,8 @@ def load_stage(
 
     transformers converts the weights and casts them to the model's dtype. Parameters and buffers in `preloaded` (by their
     names in the model) use those tensors, cast to the model's dtype, instead of reading from disk. Weights that the
-    model's first forward changes are changed here. Buffers that are
-    computed rather than loaded (rotary frequencies, embedding scale) are computed for the full model.
+    model's first forward changes are changed here. Buffers that are computed rather than loaded (rotary frequencies,
+    embedding scale) are computed for the full model.
 
     A tensor of all experts is never in memory twice: experts are read and converted one by one.
 

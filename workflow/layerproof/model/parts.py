@@ -18,15 +18,14 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel, initialization
 
 from layerproof.errors import UserError, first_line
+from layerproof.model.buffers import make_computed_buffers
 from layerproof.model.checkpoint import num_layers
 from layerproof.model.experts import ONE_EXPERT, register
 from layerproof.model.stages import EMBED, LM_HEAD, NORM, all_stages, layer_of, layer_stage
+from layerproof.model.unknowns import Unknowns, Write, unknown_tensor
 
 log = logging.getLogger(__name__)
 
@@ -35,19 +34,6 @@ PROBE = (11, 19)
 
 Dims = tuple[int, ...]
 """The places of the dims batch and seq, or of the one dim that has all tokens."""
-
-
-@dataclass(frozen=True)
-class Write:
-    """An operation by which a model's first forward changes a weight in place, such as a division by 2."""
-
-    function: Callable
-    args: tuple
-    kwargs: Mapping[str, Any]
-
-    def apply(self, weight: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.function(weight, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -129,125 +115,6 @@ def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             outermost = min(found, key=lambda module: names[module].count("."))
             return names[outermost], outermost
     raise has_no_stages(model, f"it has no list of {number} layers")
-
-
-class CannotKnow(Exception):
-    """An operation needs the value of a tensor that depends on weights which are not loaded."""
-
-
-class Unknowns(TorchDispatchMode):
-    """Lets a model run without most of its weights: what depends on a tensor on the meta device is on it, too.
-
-    What depends on token ids alone, such as masks and positions, stays on `device`, also where the model makes it on the
-    device of its hidden states. `learn` gives an unknown tensor its value for all that follows. `used` collects the
-    tensors in `watched`, names by id, that operations use; `writes` what is done to those in `inside`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        self.watched: dict[int, str] = {}
-        self.used: set[str] = set()
-        self.inside: dict[int, str] = {}
-        self.writes: dict[str, list[Write]] = {}
-        self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._numbers = _Numbers(device)
-        self._is_on = False
-
-    def start(self) -> None:
-        """Turns the mode on; it must then be the innermost one until `stop`."""
-        if not self._is_on:
-            self._is_on = True
-            self.__enter__()
-
-    def stop(self) -> None:
-        """Turns the mode off, if it is on."""
-        if self._is_on:
-            self._is_on = False
-            self.__exit__(None, None, None)
-
-    def __enter__(self) -> Unknowns:
-        self._numbers.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._numbers.__exit__(*raised)
-
-    def learn(self, unknown: torch.Tensor, value: torch.Tensor) -> None:
-        """Lets later operations on this very tensor use the value."""
-        functional: Any = torch
-        if functional._is_functional_tensor(unknown):  # torch-xla wraps what it makes; operations get what is inside
-            unknown = functional._from_functional_tensor(unknown)
-        self._values[id(unknown)] = unknown, value  # the tensor too, so that no other gets its id
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        flat, spec = tree_flatten((args, kwargs or {}))
-        for place, value in enumerate(flat):
-            if isinstance(value, torch.Tensor):
-                if id(value) in self.watched:
-                    self.used.add(self.watched[id(value)])
-                flat[place] = self._values.get(id(value), (value, value))[1]
-        is_unknown = any(isinstance(value, torch.Tensor) and value.is_meta for value in flat)
-        if is_unknown:
-            _check_not_written(func, flat[0] if flat else None)
-            if args and id(args[0]) in self.inside and _writes_first(func):
-                self._note_write(func, args[1:], kwargs or {}, self.inside[id(args[0])])
-            flat = [_unknown(value) if isinstance(value, torch.Tensor) else value for value in flat]
-        arguments, named = cast("tuple[tuple, dict[str, Any]]", tree_unflatten(flat, spec))
-        device = named.get("device")
-        if device is not None and (is_unknown or torch.device(device).type == "meta"):
-            named["device"] = torch.device("meta") if is_unknown else self.device
-        try:
-            return func(*arguments, **named)
-        except (NotImplementedError, RuntimeError) as error:
-            if is_unknown and DATA_DEPENDENT.intersection(func.tags):
-                raise CannotKnow(f"{func} needs values that depend on weights of other stages") from error
-            raise
-
-    def _note_write(self, func: Any, others: tuple, kwargs: Mapping[str, Any], name: str) -> None:
-        if any(isinstance(value, torch.Tensor) for value in tree_flatten((others, kwargs))[0]):
-            raise CannotKnow(f"{func} writes a tensor into {name} from outside its layer")
-        self.writes.setdefault(name, []).append(Write(func, others, kwargs))
-
-
-class _Numbers(TorchFunctionMode):
-    """Makes tensors of Python's numbers on `device`: a dispatch mode sees them when their values are lost."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        named = dict(kwargs or {})
-        has_device = func in (torch.tensor, torch.as_tensor) and named.get("device") is not None
-        if has_device and torch.device(named["device"]).type == "meta" and not isinstance(args[0], torch.Tensor):
-            named["device"] = self.device
-        return func(*args, **named)
-
-
-DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""torch's tags of operations that cannot run without the values of their tensors."""
-
-
-def _check_not_written(func: Any, first: Any) -> None:
-    """Checks that an operation does not write unknown values into a tensor that is known.
-
-    Raises:
-        CannotKnow: if it does.
-    """
-    if _writes_first(func) and isinstance(first, torch.Tensor) and not first.is_meta:
-        raise CannotKnow(f"{func} writes values that depend on weights of other stages into a tensor that does not")
-
-
-def _writes_first(func: Any) -> bool:
-    """Whether an operation changes its first argument in place."""
-    info = func._schema.arguments[0].alias_info if func._schema.arguments else None
-    return info is not None and info.is_write
-
-
-def _unknown(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
 @contextlib.contextmanager
@@ -520,7 +387,7 @@ class _Probe:
         except Exception as error:
             log.info("%s: cannot run without weights (%s)", type(layer).__name__, first_line(error))
             hint = get_type_hints(inspect.unwrap(type(layer).forward)).get("return")
-            others = tuple(_nothing() for _ in get_args(hint)[1:]) if get_origin(hint) is tuple else None
+            others = tuple(unknown_tensor() for _ in get_args(hint)[1:]) if get_origin(hint) is tuple else None
             return others, set(unknown)
         if not isinstance(output, (tuple, list)):
             return None, mode.used
@@ -553,12 +420,7 @@ def as_returned(returns: tuple[bool, ...] | None, hidden: torch.Tensor) -> Any:
     """What a layer returns that passes on its hidden states; all other tensors that it returns are unknown."""
     if returns is None:
         return hidden
-    return hidden, *(_nothing() if is_tensor else None for is_tensor in returns)
-
-
-def _nothing() -> torch.Tensor:
-    """A tensor of which nothing is known; `Unknowns` must not be on."""
-    return torch.empty((), device="meta")
+    return hidden, *(unknown_tensor() if is_tensor else None for is_tensor in returns)
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -566,73 +428,3 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name not in computed:
             yield name, buffer
-
-
-def make_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Computes the buffers that no checkpoint contains, with the model's `_init_weights` as in `from_pretrained`.
-
-    A module may leave its buffer to one around it, which needs all layers (Falcon H1's `mup_vector`).
-
-    Raises:
-        UserError: if transformers leaves a buffer as it is.
-    """
-    buffers = [name for name, _ in model.named_non_persistent_buffers()]
-    left = _compute(model, buffers, device, lambda owner: [owner])
-    if not left:
-        return
-    with torch.device("meta"):
-        whole = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
-    not_computed = _compute(whole, left, device, _and_around)
-    if not_computed:
-        raise UserError(f"{type(model).__name__}: transformers does not compute the buffer {not_computed[0]} again.")
-    for name in left:
-        path, _, leaf = name.rpartition(".")
-        model.get_submodule(path).register_buffer(leaf, whole.get_buffer(name), persistent=False)
-
-
-def _compute(
-    model: PreTrainedModel, buffers: Sequence[str], device: torch.device, by: Callable[[str], list[str]]
-) -> list[str]:
-    """Computes buffers by initialising the modules that `by` finds for their owners; returns those still not computed."""
-    modules: dict[str, None] = {}
-    for name in buffers:
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        missing = torch.empty_like(owner.get_buffer(leaf), device=device)
-        owner.register_buffer(leaf, missing.fill_(_missing(missing.dtype)), persistent=False)
-        modules |= dict.fromkeys(by(path))
-    for path in modules:
-        module = model.get_submodule(path)
-        for parameter in module.parameters():
-            cast("Any", parameter)._is_hf_initialized = True  # loaded or meant to stay on meta: not to draw at random
-        _innermost_model(model, path)._init_weights(module)
-    return [name for name in buffers if _is_missing(model.get_buffer(name))]
-
-
-def _and_around(path: str) -> list[str]:
-    """A module and those that contain it, the innermost first."""
-    names = path.split(".") if path else []
-    return [".".join(names[:length]) for length in range(len(names), -1, -1)]
-
-
-def _missing(dtype: torch.dtype) -> float | int | bool:
-    """A value that no model computes; a bool has none."""
-    if dtype == torch.bool:
-        return False
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
-
-
-def _is_missing(buffer: torch.Tensor) -> bool:
-    if buffer.dtype == torch.bool:
-        return False
-    return bool(
-        (
-            buffer.isnan() if buffer.is_floating_point() or buffer.is_complex() else buffer == _missing(buffer.dtype)
-        ).all()
-    )
-
-
-def _innermost_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The part of a model that transformers initialises a submodule with."""
-    inside = map(model.get_submodule, _and_around(path))
-    return next(module for module in inside if isinstance(module, PreTrainedModel))
