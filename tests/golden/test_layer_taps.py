@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from families import survey
 from layerproof.golden.layer_taps import modules_without_tap
@@ -62,3 +62,15 @@ def test_a_function_of_torch_in_the_file_of_a_model_is_left_alone(tmp_path, monk
     monkeypatch.setattr(sys.modules[type(model).__module__], "conv1d", torch.conv1d, raising=False)
     taps = run_stage(model, "layer_000", NUMBERS, torch.full((2, 6), 5), torch.ones(2, 6, dtype=torch.bool))
     assert "conv.causal_conv1d_fn" in taps
+
+
+def test_a_router_with_one_group_of_experts_has_the_selection_that_chooses_them(tmp_path):
+    """Its group is rated by the two best experts of all, which is no choice of experts (GLM-4.5 has one group)."""
+    survey.save("glm4_moe", tmp_path, seed=1)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.n_group = 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32).eval()
+    taps = run_stage(model, "layer_003", NUMBERS, torch.full((2, 6), 5), torch.ones(2, 6, dtype=torch.bool))
+    assert "router.selection.2" not in taps
+    chosen = taps["router.selection"].topk(config.num_experts_per_tok, -1).indices.sort(-1).values
+    assert torch.equal(taps["router.choice"], chosen.int())

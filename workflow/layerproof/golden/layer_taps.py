@@ -338,7 +338,7 @@ class _Steps(TorchFunctionMode):
         positional, kwargs = cast("Any", args), kwargs or {}
         in_router = self.router is not None and self.running[-1] == self.router
         if name == "topk":
-            if in_router and self._is_by_expert(positional[0]):
+            if in_router and self._is_by_expert(positional[0]) and not self._is_of_groups(positional[0]):
                 args = (_flat("router.selection", positional[0], self.shape), *args[1:])
                 if self.experts_get_choice:
                     return func(*args, **kwargs)
@@ -364,6 +364,10 @@ class _Steps(TorchFunctionMode):
 
     def _is_by_expert(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() == self.shape.numel() * self.num_experts and tensor.shape[-1] == self.num_experts
+
+    def _is_of_groups(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor by expert has a dim of groups, of size 1: its top-k rates the groups and chooses no expert."""
+        return tensor.ndim == 3 and tensor.shape[:2] != self.shape
 
     def _choice(self, result: Any, taken_of: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Taps the places of the largest numbers along the last dim of a tensor with dims of batch and seq.
