@@ -7,6 +7,7 @@ from families import survey
 from families.configs import OUT_OF_SCOPE, WANTED, judged_types
 from families.one_process import Run, drawn_prompts
 from layerproof import __version__
+from layerproof.files import read_json, write_json
 from layerproof.model import tokens
 from layerproof.tensors import hdf5
 
@@ -60,6 +61,26 @@ def test_the_choice_of_a_router_whose_experts_do_not_get_it_is_a_tap(tmp_path):
         feeds = {one.name: one.fed_by for one in hdf5.feeds(file)}
     assert feeds["router.choice"] == ("router.selection",)
     assert "router.choice" in feeds["router.scores"]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_correction_bias_that_is_dropped_is_named_where_experts_have_groups(tmp_path, groups):
+    """Each group is rated by its best two experts, with the bias: what shows first has no canonical name (GLM-4.5)."""
+    survey.save("glm4_moe", tmp_path / "checkpoint", 5)
+    config = read_json(tmp_path / "checkpoint/config.json")
+    write_json(tmp_path / "checkpoint/config.json", config | {"n_group": groups})
+    run = Run.of(tmp_path, drawn_prompts(5))
+    for stage in run.stages[:4]:
+        run.golden(stage)
+    assert run.stages[3] == "layer_002"
+
+    def patch(model, part, stage):
+        part.mlp.gate.e_score_correction_bias.zero_()
+
+    comparison = run.port("layer_002", patch)
+    assert comparison["taps"]["router.choice"]["status"] == "fail"
+    first = run.diagnosis("layer_002", comparison, patch)["culprits"][0]
+    assert (first["tap"], first["cause"]["name"]) == ("mlp.gate.selection", "correction_bias_dropped")
 
 
 def test_every_type_of_transformers_is_judged_wanted_or_out_of_scope():

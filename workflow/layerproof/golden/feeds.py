@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerproof.golden.transformers_stage import run_stage
-from layerproof.taps import OUT, Edit, Fed, is_optional
+from layerproof.measure.routing import selection_of
+from layerproof.taps import OUT, Edit, Fed, is_choice, is_optional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,12 +50,11 @@ def measure(
             own_taps=own_taps,
             handed=given,
         )
+    fed_by = {name: set(flow.fed_by.get(name, ())) for name in names}
+    for name in filter(is_choice, names):
+        fed_by[name] |= {selection_of(name)} - {name}  # some selections are copies, which show what is masked
     return [
-        Fed(
-            name,
-            tuple(one for one in names if one in flow.fed_by.get(name, ())),
-            optional=is_optional(name, own_taps),
-        )
+        Fed(name, tuple(one for one in names if one in fed_by[name]), optional=is_optional(name, own_taps))
         for name in names
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ def router_of(stage: GoldenStage) -> Any:
 def _needs_correction_bias(stage: GoldenStage) -> None:
     if not any("correction_bias" in name for name in stage.part("mlp").state_dict()):
         raise NotApplicable("the router has no correction bias")
+
+
+def _change_correction_bias(stage: GoldenStage, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replaces the bias itself, which groups of experts are rated with, too."""
+    _needs_correction_bias(stage)
+    mlp = stage.part("mlp")
+    path, _, name = next(name for name in mlp.state_dict() if "correction_bias" in name).rpartition(".")
+    stage.weight(mlp.get_submodule(path), name, make)
 
 
 def _chosen(dense: torch.Tensor, seen: Seen) -> torch.Tensor:
@@ -57,14 +66,12 @@ def router_no_activation(stage: GoldenStage) -> None:
 
 @fault("correction_bias_dropped", "no correction bias in the choice of experts", "router.selection")
 def correction_bias_dropped(stage: GoldenStage) -> None:
-    _needs_correction_bias(stage)
-    stage.edit("router.selection", lambda selection, seen: _scores(seen).to(selection.dtype))
+    _change_correction_bias(stage, torch.zeros_like)
 
 
 @fault("correction_bias_sign", "the correction bias subtracted", "router.selection")
 def correction_bias_sign(stage: GoldenStage) -> None:
-    _needs_correction_bias(stage)
-    stage.edit("router.selection", lambda selection, seen: 2 * _scores(seen).to(selection.dtype) - selection)
+    _change_correction_bias(stage, torch.neg)
 
 
 @fault(
