@@ -4,6 +4,7 @@ import pytest
 from test_port import SETTINGS, failures, run
 
 from layerproof.errors import StageError
+from layerproof.tensors import hdf5
 
 pytestmark = pytest.mark.slow
 
@@ -59,8 +60,16 @@ def test_a_kernel_that_does_not_fails_at_its_own_tap(golden, tmp_path):
     [
         ("part.more = torch.nn.Linear(2, 2, device='meta')", "layer_001: patch() leaves more.weight without a value"),
         ("part.no_such_module.weight", "no_such_module"),
+        ("return torch.nn.Identity()", "layer_001: patch() returns a Identity, which nothing uses. Change part itself"),
     ],
 )
 def test_a_patch_that_goes_wrong_is_told(golden, tmp_path, body, message):
     with pytest.raises((StageError, AttributeError), match=message.replace("(", r"\(").replace(")", r"\)")):
         patched(golden, tmp_path, f"import torch\ndef patch(model, part, stage):\n    {body}\n")
+
+
+def test_what_a_patch_changed_is_looked_for_in_the_patch(golden, tmp_path):
+    patched(golden, tmp_path, NORM.replace("EPS", "0.01"), {"eps": 0.01})
+    with hdf5.reading(tmp_path / "layer_001.h5") as file:
+        places = hdf5.document_if_there(file, hdf5.PLACES)
+    assert places["input_norm"] == {"file": str(tmp_path / "patch.py"), "function": "patch"}

@@ -285,12 +285,17 @@ def _patch(job: StageRun, patch: Patch, model: nn.Module) -> None:
     """Lets a port change the stage's module in a model of transformers.
 
     Raises:
-        StageError: if a parameter of the stage has no value then.
+        StageError: if it returns something, or a parameter of the stage has no value then.
     """
     from layerproof.golden.transformers_stage import stage_module
 
     part = stage_module(cast("Any", model), job.stage)
-    patch(model, part, _described_stage(job))
+    returned: Any = patch(model, part, _described_stage(job))
+    if all(returned is not one for one in (None, part, model)):
+        raise StageError(
+            f"{job.stage}: patch() returns a {type(returned).__name__}, which nothing uses. Change part itself, such as by "
+            "part.mlp = ..., and return nothing."
+        )
     left = [name for name, tensor in (*part.named_parameters(), *part.named_buffers()) if tensor.is_meta]
     if left:
         raise StageError(f"{job.stage}: patch() leaves {left[0]} without a value. Create it on the CPU.")

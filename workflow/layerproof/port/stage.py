@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from layerproof.distributed import process_group
 from layerproof.errors import StageError
@@ -17,10 +20,10 @@ from layerproof.model import handed
 from layerproof.model.handed import StageInput
 from layerproof.model.stages import layer_of
 from layerproof.port import compiled, shards
-from layerproof.port.contract import Taps
+from layerproof.port.contract import Patch, Taps
 from layerproof.port.prepare import StageRun, in_dtype, prepare_stage
 from layerproof.port.runner import Runner
-from layerproof.taps import OUT, forward_place, in_order, is_choice, is_output, locating
+from layerproof.taps import OUT, Place, forward_place, in_order, is_choice, is_output, locating
 from layerproof.tensors import hdf5
 
 log = logging.getLogger(__name__)
@@ -66,6 +69,8 @@ def make_stage(
             tapped = _on_host(ready.forward(with_taps=True))
         if runner.port and (place := forward_place(ready.module)):
             places.setdefault(OUT, place)
+        if runner.patch:
+            places = _in_patch(places, runner.patch, ready.module)
         documents[hdf5.PLACES] = {name: place.as_json() for name, place in places.items()}
         change = _check_taps(stage, plain, tapped, lambda: _on_host(ready.forward(with_taps=False)))
         if trace := _trace(runner, output):
@@ -84,6 +89,19 @@ def make_stage(
         plain, attributes["other_choices"] = tapped, moved[:, :seq].flatten().nonzero().flatten().tolist()
     _write(runner, output, tapped | plain, attributes, documents)
     return {**facts, "compilations": _compilations() - compilations}
+
+
+def _in_patch(places: Mapping[str, Place], patch: Patch, model: nn.Module) -> Mapping[str, Place]:
+    """The places of taps, with the function `patch` in place of what it was given: only the patch may be wrong."""
+    code = getattr(inspect.unwrap(patch), "__code__", None)
+    if code is None:
+        return places
+    given = Path(inspect.getfile(PreTrainedModel)).parent, Path(inspect.getfile(type(model)))
+
+    def is_given(place: Place) -> bool:
+        return any(Path(place.file).absolute().is_relative_to(path) for path in given)
+
+    return {name: Place.of_code(code) if is_given(place) else place for name, place in places.items()}
 
 
 def _check_taps(stage: str, plain: Taps, tapped: Taps, run_again: Callable[[], Taps]) -> float:
