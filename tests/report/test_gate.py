@@ -74,7 +74,7 @@ def test_a_captured_chain_that_goes_wrong_fails_the_gate(tmp_path):
     comparisons, chains = reports.good()
     wrong = chains[0] | {"chain": "captured", "status": "fail", "first_wrong": "layer_001", "logits": None}
     outcome = run_gate(write(tmp_path / "verdicts.json", comparisons, [*chains, wrong]))
-    assert outcome.returncode == 1 and "layer_001: fail, The port goes wrong by this stage at" in outcome.stdout
+    assert outcome.returncode == 1 and "layer_001: fail, the port goes wrong by this stage at" in outcome.stdout
 
 
 def test_github_gets_annotations_at_the_line_and_a_summary(tmp_path):

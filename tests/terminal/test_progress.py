@@ -116,6 +116,23 @@ def test_a_run_that_finds_nothing_to_do_says_so_and_the_verdict():
     assert last == "Next: correct the port, then layerproof run results/compare/layer_000.json"
 
 
+def test_a_captured_model_that_goes_wrong_is_captured_again():
+    comparisons, (chain,) = reports.good()
+    leave(comparisons, [chain | {"chain": "captured", "status": "fail", "first_wrong": "layer_001"}])
+    last = summary.answer([]).lines[-1]
+    assert last == (
+        "Next: correct the port, capture its tensors again, then layerproof run results/compare/chain/captured.json"
+    )
+
+
+def test_a_chain_that_broke_is_not_kept_as_proof():
+    comparisons, _ = reports.good()
+    leave(comparisons, [reports.chain(comparisons, broken="layer_001")])
+    answer = summary.answer([])
+    assert answer.overall == "error"
+    assert answer.lines[-1] == "Next: correct what could not be compared, then layerproof run"
+
+
 def test_a_run_says_what_changed_since_the_one_before():
     comparisons, _ = reports.good()
     leave([reports.compared("embed"), reports.compared("layer_000", wrong=("out",)), *comparisons[2:]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -147,11 +147,18 @@ def _why(failure: Failure) -> str:
     if failure["cause"]:
         return failure["cause"]
     if not failure["tap"]:
-        return failure["text"].rstrip(".")
+        text = failure["text"].rstrip(".")
+        return _within(text) if failure["status"] == "fail" else text  # an error may begin with a name
     text = failure["text"].partition(". ")[0].rstrip(".")
     if text.lower().startswith("the error is") and failure["excess"] is not None:
         return ""  # the number says it
-    return text if text[:1] != text[:1].upper() or text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}"
+    return _within(text)
+
+
+def _within(text: str) -> str:
+    """A sentence as part of another one: with a small letter first, unless it begins with a name such as NaN or RoPE."""
+    rest = text.partition(" ")[0][1:]
+    return f"{text[:1].lower()}{text[1:]}" if rest == rest.lower() else text
 
 
 def markdown(verdicts: Verdicts) -> str:
@@ -276,7 +283,15 @@ def _factor(before: Verdicts, now: Verdicts, stage: str) -> float:
     return most[1] / most[0] if all(most) else 1.0
 
 
-def next_command(verdicts: Verdicts) -> str:
-    """The cheapest command that shows whether a fix is one."""
-    first: Sequence[str] = verdicts["failures"][0]["stages"] if verdicts["failures"] else ()
-    return f"layerproof run results/compare/{first[0]}.json" if first else "layerproof gate"
+def chain_of(failure: Failure, verdicts: Verdicts) -> str | None:
+    """The chain that a failure is of; None if its stage fails alone, too."""
+    stage = failure["stages"][0]
+    if verdicts["stages"][stage]["status"] != "pass":
+        return None
+    return next((name for name, chain in verdicts["chains"].items() if chain["first_wrong"] == stage), None)
+
+
+def next_command(failure: Failure, verdicts: Verdicts) -> str:
+    """The cheapest command that shows whether a fix of a failure is one."""
+    chain = chain_of(failure, verdicts)
+    return f"layerproof run results/compare/{f'chain/{chain}' if chain else failure['stages'][0]}.json"

@@ -90,13 +90,14 @@ def _render(template: Path, run: Inputs) -> str:
     images = {name: _data_uri(run.plots[name]) for name in (*plotted, "depth") if name in run.plots}
     found = [_finding(place, one, run, images) for place, one in enumerate(run.verdicts["failures"], start=1)]
     diagnosed = {diagnosis["stage"]: diagnosis for diagnosis in run.diagnoses}
+    first = next(iter(run.verdicts["failures"]), None)
     shown = plotted[0] if run.verdicts["overall"] == "pass" and plotted and plotted[0] in images else None
     return layout.load(template).render(
         overall=run.verdicts["overall"],
         headline=run.verdicts["headline"],
         details=run.verdicts["details"],
         findings=found,
-        next=_next(run.verdicts["failures"][0], found[0]) if found else None,
+        next=_next(first, found[0], gate.chain_of(first, run.verdicts)) if first else None,
         map=report_map.draw(run.comparisons, run.chains),
         counts=_counts(run.comparisons),
         stages=[_stage(one, diagnosed.get(one["stage"]), run) for one in run.comparisons],
@@ -174,14 +175,14 @@ def _finding(place: int, failure: Failure, run: Inputs, images: Mapping[str, str
         "log": log,
         "log_end": _end_of(run.results / log) if failure["status"] == "error" and not is_shared else None,
         "cause_page": about_cause(causes, failure["cause"]) if failure["cause"] else [],
-        "command": f"layerproof run results/compare/{first}.json",
+        "command": gate.next_command(failure, run.verdicts),
         "markdown": gate.markdown_of(failure, with_source=not is_shared),
         "plot": images.get(first) if failure["status"] == "fail" else None,
     }
 
 
-def _next(failure: Failure, finding: Mapping[str, Any]) -> dict[str, Any]:
-    """What to do about the first failure."""
+def _next(failure: Failure, finding: Mapping[str, Any], chain: str | None) -> dict[str, Any]:
+    """What to do about the first failure, which may be of a chain."""
     frame: CodeFrame | None = finding["frame"]
     tap = failure["tap"]
     if failure["status"] != "fail":
@@ -196,7 +197,7 @@ def _next(failure: Failure, finding: Mapping[str, Any]) -> dict[str, Any]:
         "first_step": first_step,
         "tap": tap if failure["status"] == "fail" else None,
         "help": failure["help"],
-        "prove": f"Check your fix: this runs {finding['first']} and what it needs.",
+        "prove": f"Check your fix: this runs {f'chain {chain}' if chain else finding['first']} and what it needs.",
         "command": finding["command"],
         "log": finding["log"],
         "cause": failure["cause"],

@@ -9,6 +9,7 @@ from typing import Any
 
 from layerproof.errors import UserError
 from layerproof.files import read_json
+from layerproof.model.captured import CHAIN as CAPTURED
 from layerproof.report import gate
 from layerproof.report.failing import failures
 from layerproof.report.words import Comparison, number, share, worst_tap
@@ -73,11 +74,15 @@ def _of_all(before: Verdicts | None) -> Answer:
 
 
 def _next(verdicts: Verdicts) -> str:
-    if not verdicts["failures"]:
+    if verdicts["overall"] == "pass":
         return "layerproof run results/archive/NAME.zip keeps this run as proof; layerproof gate checks it in CI"
+    if not verdicts["failures"]:  # a chain could not be compared
+        return "correct what could not be compared, then layerproof run"
     first = verdicts["failures"][0]
     place = gate.where(first)
-    command = gate.next_command(verdicts)
+    command = gate.next_command(first, verdicts)
+    if gate.chain_of(first, verdicts) == CAPTURED:
+        return f"correct the port, capture its tensors again, then {command}"
     if first["status"] == "fail":
         return f"{f'look at {place}' if place else 'correct the port'}, then {command}"
     return f"read {log_of(first['stages'][0])}, then {command}"
