@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from layerproof.config import Config, Golden, Inputs, Port, changed, validate
+from layerproof.config import SHIPPED_PORT, Config, Golden, Inputs, Port, changed, validate
 from layerproof.errors import UserError
 from layerproof.model import captured, checkpoint, stages
 from layerproof.model.inputs import read_prompts, read_token_ids, vocabulary_of
@@ -74,8 +74,12 @@ def resolve(raw: Mapping[str, Any]) -> Run:
     captured_files = _captured(settings.port.captured, selected)
     if captured_files:
         chains[captured.CHAIN] = tuple(captured_files)
+    _check_is_of(described, settings.port)
     return Run(settings, num_layers, tuple(layers), chains, captured_files)
 
+
+OF_SHIPPED_PORT = "minimax_m2"
+"""The model_type that the shipped port implements."""
 
 ENDS_XLA = ("jetmoe", "qwen4_exp", "qwen4_exp_text")
 """Types whose unmodified model XLA's compiler for the CPU does not survive (xla/shape.h, torch-xla 2.9; `make families`)."""
@@ -196,6 +200,16 @@ def _check_port(port: Port, tp: int) -> None:
         _check_module(port.module)
     if port.module and port.module.endswith(".py"):
         _check_source(Path(port.module), FUNCTIONS[port.backend])
+
+
+def _check_is_of(described: Mapping[str, Any], port: Port) -> None:
+    """Checks, by config.json, that a checkpoint is of the model that the shipped port implements, if that is the port."""
+    model_type = described.get("model_type", OF_SHIPPED_PORT)
+    if port.backend == "xla" and port.module == str(shipped(SHIPPED_PORT)) and model_type != OF_SHIPPED_PORT:
+        raise UserError(
+            f"config.yaml: port.module: {SHIPPED_PORT} is a port of {OF_SHIPPED_PORT}, but the checkpoint is of "
+            f"{model_type}. Name the file of your port, or write port.backend: transformers."
+        )
 
 
 def _check_module(name: str) -> None:
