@@ -453,6 +453,7 @@ FOREIGN: list[Row] = [
     ("code of its own that needs a package", _own_code("import flash_attn_9\n" + CODE), "flash_attn_9"),
     ("code of its own that is missing", _own_code(without="own.py"), "own.py"),
     ("code of its own without the class", _own_code(CODE.replace("OwnForCausalLM", "Another")), "OwnForCausalLM"),
+    ("no port for another model", lambda case: case.set(port={"backend": "xla"}), "is a port of minimax_m2"),
     ("code trusted where there is none", lambda case: case.set(model={"trust_remote_code": True}), None),
 ]
 
@@ -540,7 +541,7 @@ PROMPTS: list[Row] = [
     ("the same id throughout", _ids(json.dumps([[7] * 20])), None),
     ("ids of one prompt, not in a list of lists", _ids("[1, 2, 3]"), "is not a list of lists"),
     ("no ids", _ids("[]"), "is not a list of lists"),
-    ("a row of no ids", _ids("[[1], []]"), "is not a list of lists"),
+    ("a row of no ids", _ids("[[1], []]"), "row 1 is empty"),
     ("ids of a dict", _ids('{"input_ids": [[1, 2]]}'), "is not a list of lists"),
     ("a negative id", _ids("[[1, -1]]"), "row 0 contains -1"),
     ("an id beyond the vocabulary", _ids("[[1], [100000]]"), "row 1 contains 100000"),

@@ -91,7 +91,7 @@ def test_token_ids_are_read_up_to_the_ends_of_the_vocabulary(tmp_path):
         ("{}", "not a list of lists"),
         ("[]", "not a list of lists"),
         ("[1, 2]", "not a list of lists"),
-        ("[[1], []]", "not a list of lists"),
+        ("[[1], []]", "row 1 is empty"),
         ("[[1], [3, 97]]", "row 1 contains 97. Write integers from 0 to 96"),
         ("[[-1]]", "row 0 contains -1"),
         ("[[1.0]]", "row 0 contains 1.0"),

@@ -52,9 +52,11 @@ def read_token_ids(path: Path, vocabulary: int) -> list[list[int]]:
         raise UserError(
             f"{path}: cannot be read as JSON ({error}). inputs.token_ids must name a file with [[1, 2, 3], ...]."
         ) from None
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
         raise UserError(f"{path}: is not a list of lists of token ids. Write [[1, 2, 3], [4, 5]].")
     for number, row in enumerate(rows):
+        if not row:
+            raise UserError(f"{path}: row {number} is empty. Write at least one token id, or remove the row.")
         for value in row:
             if type(value) is not int or not 0 <= value < vocabulary:
                 raise UserError(f"{path}: row {number} contains {value!r}. Write integers from 0 to {vocabulary - 1}.")
