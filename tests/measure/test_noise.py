@@ -414,3 +414,32 @@ def test_a_weight_that_is_off_is_found_where_two_tokens_choose_an_expert():
         bfloat16(numbers), draws[0], truth, valid, LIMIT, None, measure(draws, truth, valid, experts), experts
     )
     assert result["worst_token"]["index"] == [1, 0] and result["status"] == "fail"
+
+
+def one_token_again_and_again(seed):
+    """A LayerNorm's output for a prompt that repeats one token: each channel has one number, and each draw one error of it.
+
+    One variant, and the port, round the product before the bias is added: small sums then have large errors.
+    """
+    random = np.random.default_rng(seed)
+    truth = random.standard_normal(64)
+    errors = random.uniform(-0.5, 0.5, (5, 64)) * 2.0**-10
+    errors[:3] *= np.abs(truth)
+    draws = np.broadcast_to((truth + errors)[:, None, None], (5, 1, 24, 64))
+    return [fp32(draw) for draw in draws], fp32(np.broadcast_to(truth, (1, 24, 64)))
+
+
+def test_one_more_draw_passes_where_all_tokens_are_one():
+    valid, failing = np.ones((1, 24), bool), 0
+    for seed in range(300):
+        (*draws, port), truth = one_token_again_and_again(seed)
+        failing += judge(port, draws[0], truth, valid, LIMIT, None, measure(draws, truth, valid))["status"] == "fail"
+    assert failing == 0
+
+
+def test_a_channel_that_is_off_is_found_where_all_tokens_are_one():
+    (*draws, port), truth = one_token_again_and_again(0)
+    numbers, valid = port.data[...].copy(), np.ones((1, 24), bool)
+    numbers[..., 7] *= 1.02
+    result = judge(fp32(numbers), draws[0], truth, valid, LIMIT, None, measure(draws, truth, valid))
+    assert result["worst_block"]["index"] == 7 and result["status"] == "fail"

@@ -136,7 +136,7 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
 
     tap = _Tap(draws, truth, compared)
     features = math.prod(truth.shape[2:])
-    fit, expected = noise_kernel.Fit.zero(len(draws), compared.size, features), np.zeros(features)
+    fit, expected = noise_kernel.Fit.zero(len(draws), compared.size, features, FEW), np.zeros(features)
     for block in tap.blocks():
         noise_kernel.count(fit, expected, block)
     is_exact = not fit.squares[:-1].any()
@@ -151,7 +151,9 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
                 noise_kernel.balance(fit, following, is_exact, block)
             fit = fit._replace(channel=following / fit.channel_counts)
         if not is_exact:
-            fit = fit._replace(channel=_not_quiet(_not_silent(fit.channel), fit.inexact_counts))
+            different = (~np.isnan(fit.seen)).sum(axis=0)
+            numbers = np.where(different < FEW, different, fit.inexact_counts)
+            fit = fit._replace(channel=_not_quiet(_not_silent(fit.channel), numbers))
             per_token = fit.inexact_counts.sum() / (fit.token_counts > 0).sum()
             if per_token < FEW:  # as a router's weights, of which most are 0
                 fit = _steadied(fit, per_token)
@@ -176,11 +178,9 @@ def measure(draws: Sequence[Tensor], truth: Tensor, compared: np.ndarray, expert
 def _steadied(fit: Fit, numbers: float) -> Fit:
     """Moves what is fitted to tokens, of so many numbers each, towards the typical token, as if `FEW` more were known.
 
-    A few numbers may all be small by chance, and the next one is not. The typical token is the median one, over how far
-    the median of a chi-squared distribution is below its mean (Wilson and Hilferty, PNAS 17, 1931).
+    A few numbers may all be small by chance, and the next one is not.
     """
-    median = np.nanmedian(np.where(fit.token_counts > 0, fit.token, np.nan), axis=1)
-    typical = median / (1 - 2 / 9 / max(numbers, 1)) ** 3
+    typical = _typical(np.nanmedian(np.where(fit.token_counts > 0, fit.token, np.nan), axis=1), numbers)
     known = len(fit.token) * numbers
     return fit._replace(share=known / (known + FEW), prior=typical * FEW / (known + FEW))
 
@@ -198,17 +198,23 @@ def _not_silent(channel: np.ndarray) -> np.ndarray:
 
 
 def _not_quiet(channel: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Raises channels [rows, features] of a few `numbers` towards the median of those that have more.
+    """Raises channels [rows, features] of a few different `numbers` towards the typical one of those that have more.
 
-    A few numbers may all be small by chance, as the weights of an expert that two tokens choose. The median counts as
-    `FEW` further ones.
+    A few numbers may all be small by chance, as the weights of an expert that two tokens choose. The typical channel counts
+    as `FEW` further ones. If all channels have few, as of a prompt that repeats one token, it is the typical one of all.
     """
     has_few, others = (numbers > 0) & (numbers < FEW), numbers >= FEW
-    if not has_few.any() or not others.any():
+    if not has_few.any():
         return channel
-    median = np.median(channel[:, others], axis=1, keepdims=True)
-    raised = (numbers * channel + FEW * median) / (numbers + FEW)
+    known = others if others.any() else has_few
+    typical = _typical(np.median(channel[:, known], axis=1, keepdims=True), float(np.median(numbers[known])))
+    raised = (numbers * channel + FEW * typical) / (numbers + FEW)
     return np.where(has_few, np.maximum(channel, raised), channel)
+
+
+def _typical(median: np.ndarray, numbers: float) -> np.ndarray:
+    """The mean of chi-squared distributions of so many numbers, given their median (Wilson and Hilferty, PNAS 17, 1931)."""
+    return median / (1 - 2 / 9 / max(numbers, 1)) ** 3
 
 
 def _worst(ratios: np.ndarray) -> float:

@@ -47,6 +47,7 @@ class Fit(NamedTuple):
 
     token_counts: int64 [tokens], channel_counts: int64 [features]: elements that are finite in all draws and the truth
     inexact_counts: int64 [features]: those of them that are not exact in all rows
+    seen: [few, features]: the first few numbers of the truth among these, no two alike; NaN where there are no more
     token: [rows, tokens], channel: [rows, features]: means of squared errors, each in units of the other
     squares: [rows + 1]: sums of squared errors; the last is the expected sum for the rounding, of elements that are not
         exact in all rows, such as the ones and zeros of a softmax behind a mask
@@ -56,6 +57,7 @@ class Fit(NamedTuple):
     token_counts: np.ndarray
     channel_counts: np.ndarray
     inexact_counts: np.ndarray
+    seen: np.ndarray
     token: np.ndarray
     channel: np.ndarray
     squares: np.ndarray
@@ -63,13 +65,14 @@ class Fit(NamedTuple):
     prior: np.ndarray
 
     @classmethod
-    def zero(cls, draws: int, tokens: int, features: int) -> Fit:
+    def zero(cls, draws: int, tokens: int, features: int, few: int) -> Fit:
         """Returns empty sums."""
         rows = draws + 1
         return cls(
             token_counts=np.zeros(tokens, np.int64),
             channel_counts=np.zeros(features, np.int64),
             inexact_counts=np.zeros(features, np.int64),
+            seen=np.full((few, features), np.nan),
             token=np.zeros((rows, tokens)),
             channel=np.zeros((rows, features)),
             squares=np.zeros(rows + 1),
@@ -208,6 +211,7 @@ def _count(fit, expected, constants, block):
         for of in range(rows):
             for c in range(features):
                 inexact[c] |= squares[of, c] > 0
+        _see(fit.seen, exact, inexact)
         for c in range(features):
             fit.inexact_counts[c] += inexact[c]
             exact[c] = squares[rows, c] if inexact[c] else 0.0
@@ -215,6 +219,19 @@ def _count(fit, expected, constants, block):
             fit.squares[of] += _total(squares[of] if of < rows else exact)
             _set_units(squares[of], one, most, units)
             _add_to(fit.channel[of] if of < rows else expected, units)
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _see(seen, exact, inexact):
+    """Adds a token's numbers that are not exact to those seen of their channels, where there is room and none is alike."""
+    for c in range(len(exact)):
+        if not inexact[c] or not np.isnan(seen[-1, c]):
+            continue
+        for place in range(len(seen)):
+            if np.isnan(seen[place, c]):
+                seen[place, c] = exact[c]
+            if seen[place, c] == exact[c]:
+                break
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
