@@ -159,14 +159,19 @@ def test_a_run_that_did_not_finish_has_no_verdict(folder, why):
         log = folder / failing.logs[0]
         log.parent.mkdir(parents=True)
         log.write_text("2026-11-27 09:21:48 compare/layer_001: runs because it has not run before\nerror: disk full\n")
-        assert words(run.fail(1, failing)) == ["comparison: layer_001 failed: error: disk full."]
+        assert words(run.fail(1, failing)) == ["comparison: layer_001 failed"]
+        assert list(run.warn("Cannot restore results/compare/layer_001.json: no backup found.")) == []
         list(run.stop("WorkflowError", "At least one job did not complete successfully."))
     assert not run.is_finished
     first, *rest = run.conclude()
     said = "did not finish, 1 job failed" if why == "failed" else "was stopped"
     assert first == f"NO VERDICT: the run {said} (0 of 6 jobs done)."
     assert not any("PASS" in line for line in rest)
-    assert why == "stopped" or f"Log: {failing.logs[0]}" in rest[0]
+    assert why == "stopped" or f"error: disk full. Log: {failing.logs[0]}" in rest[0]
+    assert (
+        rest[-1]
+        == f"Next: {'correct that, then ' * (why == 'failed')}layerproof run, which goes on where this run ended"
+    )
 
 
 def test_a_job_that_succeeds_when_it_is_tried_again_did_not_fail():

@@ -16,6 +16,8 @@ from layerproof.shapes import Verdicts
 from layerproof.terminal import summary
 from layerproof.wording import times
 
+NOT_SHOWN = ("--keep-incomplete mode is set", "Cannot restore ", "Exiting because a job execution failed")
+"""How messages of Snakemake begin that tell a user nothing: what failed is said before and after them."""
 LOG_END = 4096
 """Bytes at the end of a job's log to search for its last line."""
 PHASES = {
@@ -156,8 +158,9 @@ class Progress:
         self.running.pop(number, None)
         if number not in self.failed:
             self.failed[number] = job
-        if not self.was_stopped:
-            yield self._timed(f"{job.title()} failed: {with_period(job.says() or 'it left no log')}")
+        says = with_period(job.says() or "it left no log")
+        if not self.was_stopped:  # a job's own error is above, and in the last words
+            yield self._timed(f"{job.title()} failed{'' if says.startswith('error: ') else f': {says}'}")
 
     def stop(self, exception: str, message: str) -> Iterator[str]:
         """Yields an error of Snakemake's own, in one line where it is one that people make."""
@@ -180,7 +183,7 @@ class Progress:
 
     def warn(self, message: str) -> Iterator[str]:
         self.note(message)
-        if not self.was_stopped and not message.startswith("--keep-incomplete mode is set"):
+        if not self.was_stopped and not message.startswith(NOT_SHOWN):
             yield message
 
     def note(self, message: str) -> None:
@@ -213,7 +216,7 @@ class Progress:
             yield from self.problems
         if summary.SET_ASIDE.exists():
             yield f"The report of the run before is {summary.SET_ASIDE / summary.REPORT.name}."
-        yield "Next: layerproof run goes on where this run ended."
+        yield f"Next: {'correct that, then ' if failed else ''}layerproof run, which goes on where this run ended"
 
     def left(self) -> str:
         """How many stages are left to compare, and about how long the run takes yet."""
