@@ -4,6 +4,7 @@ import pytest
 from test_port import SETTINGS, failures, run
 
 from layerproof.errors import StageError
+from layerproof.failures import as_stage_error
 from layerproof.tensors import hdf5
 
 pytestmark = pytest.mark.slow
@@ -66,6 +67,15 @@ def test_a_kernel_that_does_not_fails_at_its_own_tap(golden, tmp_path):
 def test_a_patch_that_goes_wrong_is_told(golden, tmp_path, body, message):
     with pytest.raises((StageError, AttributeError), match=message.replace("(", r"\(").replace(")", r"\)")):
         patched(golden, tmp_path, f"import torch\ndef patch(model, part, stage):\n    {body}\n")
+
+
+def test_an_error_behind_a_patch_has_the_line_of_the_model(golden, tmp_path):
+    with pytest.raises(TypeError) as raised:
+        patched(golden, tmp_path, "def patch(model, part, stage):\n    part.mlp = None\n")
+    trace = raised.value.__traceback__
+    while trace and "site-packages" not in trace.tb_frame.f_code.co_filename:
+        trace = trace.tb_next  # the frames of this test would be a user's
+    assert str(as_stage_error(raised.value.with_traceback(trace))).startswith("TypeError at modeling_qwen3.py:")
 
 
 def test_what_a_patch_changed_is_looked_for_in_the_patch(golden, tmp_path):

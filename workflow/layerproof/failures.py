@@ -16,6 +16,8 @@ from layerproof.errors import StageError, UserError
 LOG_END = 1 << 16
 """Bytes at the end of a log to search for a reason."""
 
+MODELS = "site-packages/transformers/models/"
+
 LONGEST_REASON = 500
 """Characters of an external error's message that the report shows."""
 
@@ -72,7 +74,8 @@ def as_stage_error(exception: BaseException) -> StageError:
     """Converts an exception to an error of one line for the report.
 
     For an exception that is not ours, the message names its type and the line that raised it. That is the last line
-    outside this library and installed packages if there is one, because it is the user's.
+    outside this library and installed packages if there is one, because it is the user's; otherwise the last one of a model
+    of transformers, which a patch may have changed.
     """
     if isinstance(exception, UserError):
         meaning = known_errors.explained(str(exception))
@@ -87,9 +90,11 @@ def as_stage_error(exception: BaseException) -> StageError:
     except Exception:
         text = "its message cannot be read"
     message = " ".join(text.split())[:LONGEST_REASON] if text else "no message"
-    frames = [frame for frame in traceback.extract_tb(exception.__traceback__) if "site-packages" not in frame.filename]
-    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
-    where = next((f" at {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(users or frames)), "")
+    frames = traceback.extract_tb(exception.__traceback__)
+    models = [frame for frame in frames if MODELS in frame.filename]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    users = [frame for frame in own if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
+    where = next((f" at {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(users or models or own)), "")
     meaning = known_errors.explained(f"{type(exception).__name__}: {text}")
     more = "".join(f" {note}" for note in (*getattr(exception, "__notes__", ()), *([meaning] if meaning else ())))
     if more and not message.endswith((".", "!", "?")):
