@@ -77,6 +77,17 @@ def test_a_captured_chain_that_goes_wrong_fails_the_gate(tmp_path):
     assert outcome.returncode == 1 and "layer_001: fail, the port goes wrong by this stage at" in outcome.stdout
 
 
+def test_a_captured_model_that_passes_is_named_with_what_was_not_captured(tmp_path):
+    comparisons, chains = reports.good()
+    outcome = run_gate(write(tmp_path / "verdicts.json", comparisons, [*chains, chains[0] | {"chain": "captured"}]))
+    headline, captured, *_ = outcome.stdout.splitlines()
+    assert headline.startswith("PASS: All 5 stages")
+    assert captured == (
+        "  The captured compiled model strays no further than a correct port does (embed, layer_000 to layer_001, norm, "
+        "lm_head). Its inputs were not captured, so a smaller error would not show."
+    )
+
+
 def test_github_gets_annotations_at_the_line_and_a_summary(tmp_path):
     (tmp_path / "port.py").write_text(SOURCE)
     comparisons, diagnoses = alike(cause="100 % of a, b: c")

@@ -14,6 +14,7 @@ from layerproof import config
 from layerproof.environment import package_versions
 from layerproof.errors import UserError
 from layerproof.files import read_json, write_text
+from layerproof.model.captured import CHAIN as CAPTURED
 from layerproof.model.resolve import resolve
 from layerproof.model.stages import ranges
 from layerproof.report.source import CodeFrame, code_frame
@@ -131,6 +132,8 @@ def lines(verdicts: Verdicts) -> Iterator[str]:
     failed = sum(stage["status"] != "pass" for stage in verdicts["stages"].values())
     count = f" ({failed} of {counted(len(verdicts['stages']), 'stage')})" if failed else ""
     yield f"{verdicts['overall'].upper()}{count}: {verdicts['headline']}"
+    if verdicts["overall"] == "pass" and CAPTURED in verdicts["chains"]:  # the headline is on the stages that ran here
+        yield from (f"  {sentence}" for sentence in verdicts["details"] if "captured" in sentence)
     for failure in verdicts["failures"]:
         yield "  " + one_line(failure)
 

@@ -115,7 +115,10 @@ def _captured(chains: Sequence[Mapping[str, Any]], alone: bool) -> list[str]:
             if not first and own:
                 return [f"The captured compiled model is right from the captured inputs of {ranges(own)}.", *said]
             if not first:
-                return [f"The captured compiled model strays no further than a correct port does ({ranges(order)})."]
+                return [
+                    f"The captured compiled model strays no further than a correct port does ({ranges(order)}). Its inputs "
+                    "were not captured, so a smaller error would not show."
+                ]
             before = order[: order.index(first)]
             where = f"{f'after {before[-1]}, ' if before else ''}by {first} at the latest"
             if first in own:
