@@ -92,6 +92,22 @@ def test_a_long_job_is_told_with_the_last_line_of_its_log(folder):
     ]
 
 
+def test_a_warning_on_a_host_is_said_when_it_is_found():
+    text = "model-00002.safetensors does not exist, but the index names it"
+    checks = [
+        {"name": "disk", "status": "ok", "text": "enough", "remedy": None},
+        {"name": "checkpoint", "status": "warn", "text": text, "remedy": "Copy it."},
+    ]
+    write_json(summary.RESULTS / "preflight/golden.json", {"checks": checks})
+    run = progress()
+    list(run.plan_jobs({"preflight_golden": 1, "compare_stage": 5}))
+    list(run.start(1, job("preflight", "golden")))
+    assert words(run.finish(1)) == [f"warning: checkpoint: {text}. Copy it."]
+    write_json(summary.RESULTS / "preflight/port.json", {"checks": checks})
+    list(run.start(2, job("preflight", "port")))
+    assert list(run.finish(2)) == [], "it is the same checkpoint"
+
+
 def test_the_last_words_are_the_verdict_the_report_and_what_to_do():
     comparisons, chains = reports.good()
     leave(comparisons, chains)

@@ -120,6 +120,7 @@ class Progress:
     running: dict[int, RunningJob] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     judged: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
     phases: set[str] = field(default_factory=set)
     failed: dict[int, RunningJob] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -141,7 +142,7 @@ class Progress:
             yield self._timed(f"{job.title()} ...")
 
     def finish(self, number: int) -> Iterator[str]:
-        """Yields a line for each stage that was compared."""
+        """Yields a line for each stage that was compared, and for each warning of a check of the hosts."""
         job = self.running.pop(number, None)
         if job is None:
             return
@@ -152,6 +153,10 @@ class Progress:
             if Path(path).parent == summary.RESULTS / "compare" and Path(path).stem not in self.judged:
                 self.judged.add(Path(path).stem)
                 yield self._timed(f"{stage_line(Path(path))}{self.left()}")
+            if Path(path).parent == summary.RESULTS / "preflight":
+                texts = [text for text in _warnings(Path(path)) if text not in self.warned]  # both sides may find it
+                self.warned.update(texts)
+                yield from (self._timed(f"warning: {text}") for text in texts)
 
     def fail(self, number: int, job: RunningJob) -> Iterator[str]:
         """Yields why a job failed, by its log."""
@@ -250,6 +255,17 @@ class Progress:
 
     def _timed(self, text: str) -> str:
         return f"{duration(time.monotonic() - self.started):>7}  {text}"
+
+
+def _warnings(path: Path) -> Iterator[str]:
+    """The warnings of a check of a host, with their remedies."""
+    try:
+        checks = read_json(path)["checks"]
+    except (OSError, ValueError, KeyError):
+        return
+    for check in checks:
+        if check["status"] == "warn":
+            yield " ".join(filter(None, [with_period(f"{check['name']}: {check['text']}"), check["remedy"]]))
 
 
 def stage_line(path: Path) -> str:
