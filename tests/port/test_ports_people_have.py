@@ -4,12 +4,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from families.one_process import Run
 from layerproof.compare.relaid import LAST_TOKENS
 from layerproof.compare.stage import compare_chain
 from layerproof.files import write_json
 from layerproof.model import tokens
+from layerproof.port.prepare import _WideSums
 from models import save
 
 pytestmark = pytest.mark.slow
@@ -265,6 +267,28 @@ def test_products_in_fp16_are_summed_in_fp32_on_the_cpu_as_on_an_accelerator(tmp
     for stage in run.stages:
         run.golden(stage)
     assert set(statuses(run).values()) == {"pass"}
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.nn.functional.layer_norm(x, (128,)),
+        lambda x: torch.nn.functional.normalize(x, dim=-1),
+        lambda x: x.var(-1),
+        lambda x: x.norm(dim=-1),
+        lambda x: x.pow(2).mean(-1),
+        lambda x: x.pow(2).sum(-1, dtype=torch.float32),
+    ],
+)
+def test_squares_in_fp16_are_summed_in_fp32_on_the_cpu_as_by_torch(compute):
+    """DBRX's LayerNorm of a large token was zero: the sum of its squares is above the largest number of fp16."""
+    import torch_xla
+
+    x = (23 * torch.randn(4, 128, generator=torch.Generator().manual_seed(0))).half()
+    with _WideSums():
+        mine = compute(x.to(torch_xla.device())).cpu()
+    assert mine.dtype == compute(x).dtype and torch.isfinite(mine).all()
+    torch.testing.assert_close(mine, compute(x))
 
 
 @pytest.mark.parametrize("head", [LAST, f"{LAST}[:, None]"])

@@ -109,38 +109,39 @@ def prepare_stage(job: StageRun) -> _Ready:
 
 
 class _WideSums(TorchFunctionMode):
-    """Sums products of fp16 in fp32, as accelerators do. XLA on the CPU sums some of them, all batched ones, in fp16.
+    """Sums fp16 in fp32, as torch and accelerators do. XLA on the CPU sums it in fp16: squares of a norm may overflow.
 
     It is a mode of functions: under one of dispatch, XLA loses what is written into parts of a new tensor.
     """
 
-    PRODUCTS = frozenset(
-        [
-            "linear",
-            "matmul",
-            "mm",
-            "mv",
-            "bmm",
-            "addmm",
-            "baddbmm",
-            "einsum",
-            "tensordot",
-            "conv1d",
-            "conv2d",
-            "scaled_dot_product_attention",
-            "grouped_mm",
-            "_grouped_mm",
-            "grouped_mm_fallback",
-        ]
+    PRODUCTS = (
+        *("linear", "matmul", "mm", "mv", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "conv1d", "conv2d"),
+        *("scaled_dot_product_attention", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
+    )
+    SUMS = (
+        *(
+            "sum",
+            "mean",
+            "var",
+            "std",
+            "var_mean",
+            "std_mean",
+            "norm",
+            "vector_norm",
+            "linalg_vector_norm",
+            "normalize",
+        ),
+        *("layer_norm", "group_norm"),
     )
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = args, kwargs or {}
-        if getattr(func, "__name__", "").split(".")[0] in self.PRODUCTS:
+        if getattr(func, "__name__", "").split(".")[0] in (*self.PRODUCTS, *self.SUMS):
             tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
             if any(one.dtype == torch.float16 and one.device.type == "xla" for one in tensors):
                 positional, named = tree_map_only(torch.Tensor, _widened, given)
-                return func(*positional, **named).half()
+                wide = func(*positional, **named)
+                return wide if named.get("dtype") else tree_map_only(torch.Tensor, torch.Tensor.half, wide)
         return func(*given[0], **given[1])
 
 
