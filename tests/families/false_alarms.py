@@ -84,7 +84,8 @@ def judge(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             survey.save(case["model_type"], directory / "checkpoint", case["number"], case["sizes"])
-        except Exception as error:
+            _run_whole(case, directory / "checkpoint")
+        except Exception as error:  # DeepSeek-V4 in fp16, say, whose compressor has parameters that stay in fp32
             return row | {"outcome": "not built", "sentence": f"{type(error).__name__}: {str(error)[:200]}"}
         try:
             _judge(case, directory, row)
@@ -98,11 +99,31 @@ def judge(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     return row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def _judge(case: dict[str, Any], directory: Path, row: dict[str, Any]) -> None:
-    from families.one_process import Run
+def _prompts(case: dict[str, Any]) -> Any:
     from layerproof.model import tokens
 
     random = np.random.default_rng([case["seed"], case["number"], 1])
+    return tokens.pad(prompts_of(case["prompts"], random), 0)
+
+
+def _run_whole(case: dict[str, Any], checkpoint: Path) -> None:
+    """Runs the whole model by transformers alone; raises what it raises."""
+    import torch
+
+    from families import survey
+
+    prompts, model = _prompts(case), survey.whole(checkpoint, case["golden"])
+    with torch.no_grad():
+        model(
+            input_ids=torch.from_numpy(prompts.ids),
+            attention_mask=torch.from_numpy(prompts.valid).long(),
+            use_cache=False,
+        )
+
+
+def _judge(case: dict[str, Any], directory: Path, row: dict[str, Any]) -> None:
+    from families.one_process import Run
+
     golden = {
         "device": "cpu",
         "dtype": case["golden"],
@@ -110,7 +131,7 @@ def _judge(case: dict[str, Any], directory: Path, row: dict[str, Any]) -> None:
         "experts_implementation": case["experts"],
     }
     port = {"backend": "transformers", "dtype": case["port"]}
-    run = Run.of(directory, tokens.pad(prompts_of(case["prompts"], random), 0), golden=golden, port=port)
+    run = Run.of(directory, _prompts(case), golden=golden, port=port)
     for stage in run.stages:
         (directory / "doing").write_text(f"golden/{stage}")
         run.golden(stage)

@@ -97,7 +97,7 @@ def save(model_type: str, directory: Path, seed: int, sizes: Mapping[str, int] |
         ids = torch.randint(3, 90, (2, 16))
         if _is_finite(model, ids):
             model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="200KB")
-            if _is_finite(_whole(directory), ids):
+            if _is_finite(whole(directory), ids):
                 return
     raise ValueError("the logits are not finite")
 
@@ -132,20 +132,20 @@ def _judge(row: Row, directory: Path, with_mistake: bool) -> None:
             row.outcome, row.sentence = "false alarm", f"{row.sentence or ''}{stage}: {comparison['reason']} "
     if row.outcome == "crashed":
         row.outcome = "passed"
-    if not run.is_the_model(_whole(run.checkpoint)):
+    if not run.is_the_model(whole(run.checkpoint)):
         row.outcome, row.sentence = "not the model", "the golden's logits are not those of the whole model"
     if row.outcome == "passed" and with_mistake:
         (directory / "doing").write_text("its mistake")
         row.mistake = detection.of_one(run, row.seed)
 
 
-def _whole(directory: Path) -> Any:
-    """The model as transformers loads it, in bf16."""
+def whole(directory: Path, dtype: str = "bfloat16") -> Any:
+    """The model as transformers loads it."""
     import torch
     import transformers
 
     architecture = getattr(transformers, checkpoint.read_config(directory)["architectures"][0])
-    return architecture.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    return architecture.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
 
 
 def as_json(row: Row) -> dict[str, Any]:
