@@ -426,7 +426,8 @@ def one_token_again_and_again(seed):
     errors = random.uniform(-0.5, 0.5, (5, 64)) * 2.0**-10
     errors[:3] *= np.abs(truth)
     draws = np.broadcast_to((truth + errors)[:, None, None], (5, 1, 24, 64))
-    return [fp32(draw) for draw in draws], fp32(np.broadcast_to(truth, (1, 24, 64)))
+    last_bits = 1 + 2.0**-22 * random.integers(-2, 3, (1, 24, 64))  # sums over other numbers of positions
+    return [fp32(draw) for draw in draws], fp32(truth * last_bits)
 
 
 def test_one_more_draw_passes_where_all_tokens_are_one():

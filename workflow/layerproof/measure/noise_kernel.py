@@ -17,12 +17,16 @@ from layerproof.measure.kernel import (
 )
 from layerproof.tensors.tensor import FLOAT32_MAX
 
+ALIKE = 4.0
+"""Two numbers that differ by so many standard deviations of the rounding to bf16, about a step, or less count as one."""
+
 
 class Constants(NamedTuple):
     """Separate from `kernel.Constants`, so that an edit of a comparison's constants does not rerun the golden."""
 
     largest_ratio: float = R_MAX
     largest: float = FLOAT32_MAX
+    alike: float = ALIKE
     steps: np.ndarray = BF16_STEPS
 
 
@@ -47,7 +51,7 @@ class Fit(NamedTuple):
 
     token_counts: int64 [tokens], channel_counts: int64 [features]: elements that are finite in all draws and the truth
     inexact_counts: int64 [features]: those of them that are not exact in all rows
-    seen: [few, features]: the first few numbers of the truth among these, no two alike; NaN where there are no more
+    seen: [few, features]: the first few numbers of the truth among these that are not `ALIKE`; NaN where there are no more
     token: [rows, tokens], channel: [rows, features]: means of squared errors, each in units of the other
     squares: [rows + 1]: sums of squared errors; the last is the expected sum for the rounding, of elements that are not
         exact in all rows, such as the ones and zeros of a softmax behind a mask
@@ -93,7 +97,7 @@ def balance(fit: Fit, following: np.ndarray, is_exact: bool, block: Block) -> No
     """Fits `fit.token` of a block's tokens to `fit.channel`, and adds these tokens' share of the next `fit.channel`.
 
     The share goes into `following` [rows, features]; the caller divides it by the counts. If all draws are exact
-    (`is_exact`), their errors count as the expected errors of a rounding.
+    (`is_exact`), their errors count as the expected errors of a rounding. Also fills `fit.seen`.
     """
     _balance(fit, following, fit.channel.mean(axis=0), is_exact, Constants(), block)
 
@@ -211,7 +215,6 @@ def _count(fit, expected, constants, block):
         for of in range(rows):
             for c in range(features):
                 inexact[c] |= squares[of, c] > 0
-        _see(fit.seen, exact, inexact)
         for c in range(features):
             fit.inexact_counts[c] += inexact[c]
             exact[c] = squares[rows, c] if inexact[c] else 0.0
@@ -222,15 +225,25 @@ def _count(fit, expected, constants, block):
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _see(seen, exact, inexact):
-    """Adds a token's numbers that are not exact to those seen of their channels, where there is room and none is alike."""
+def _see(seen, exact, squares, alike):
+    """Adds a token's numbers that are not exact in all rows of `squares` to those seen of their channels, if none is alike.
+
+    Numbers that differ by less than a rounding have the same errors, as those of a token that a prompt repeats.
+    """
+    rows = len(squares) - 1
     for c in range(len(exact)):
-        if not inexact[c] or not np.isnan(seen[-1, c]):
+        if not np.isnan(seen[-1, c]):
             continue
+        inexact = False
+        for of in range(rows):
+            inexact |= squares[of, c] > 0
+        if not inexact:
+            continue
+        near = alike * alike * squares[rows, c]
         for place in range(len(seen)):
             if np.isnan(seen[place, c]):
                 seen[place, c] = exact[c]
-            if seen[place, c] == exact[c]:
+            if (seen[place, c] - exact[c]) ** 2 <= near:
                 break
 
 
@@ -256,6 +269,7 @@ def _balance(fit, following, channel, is_exact, constants, block):
         if not block.kept[row]:
             continue
         _set_squares(block, row, constants, exact, squares, keep)
+        _see(fit.seen, exact, squares, constants.alike)
         of_token[:] = _set_token(fit, block.numbers[row], channel, is_exact, squares, most, units)
         for of in range(rows):
             _set_units(squares[rows if is_exact else of], of_token, most, units)
