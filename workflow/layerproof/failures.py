@@ -17,6 +17,7 @@ LOG_END = 1 << 16
 """Bytes at the end of a log to search for a reason."""
 
 MODELS = "site-packages/transformers/models/"
+"""Part of the paths of transformers' own models."""
 
 LONGEST_REASON = 500
 """Characters of an external error's message that the report shows."""

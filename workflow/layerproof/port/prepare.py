@@ -114,29 +114,18 @@ class _WideSums(TorchFunctionMode):
     It is a mode of functions: under one of dispatch, XLA loses what is written into parts of a new tensor.
     """
 
-    PRODUCTS = (
-        *("linear", "matmul", "mm", "mv", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "conv1d", "conv2d"),
-        *("scaled_dot_product_attention", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
-    )
-    SUMS = (
-        *(
-            "sum",
-            "mean",
-            "var",
-            "std",
-            "var_mean",
-            "std_mean",
-            "norm",
-            "vector_norm",
-            "linalg_vector_norm",
-            "normalize",
-        ),
-        *("layer_norm", "group_norm"),
+    SUMS = frozenset(
+        [
+            *("linear", "matmul", "mm", "mv", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "conv1d", "conv2d"),
+            *("scaled_dot_product_attention", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
+            *("sum", "mean", "var", "std", "var_mean", "std_mean", "norm", "vector_norm", "linalg_vector_norm"),
+            *("normalize", "layer_norm", "group_norm"),
+        ]
     )
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = args, kwargs or {}
-        if getattr(func, "__name__", "").split(".")[0] in (*self.PRODUCTS, *self.SUMS):
+        if getattr(func, "__name__", "").split(".")[0] in self.SUMS:
             tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
             if any(one.dtype == torch.float16 and one.device.type == "xla" for one in tensors):
                 positional, named = tree_map_only(torch.Tensor, _widened, given)

@@ -23,17 +23,18 @@ def router_of(stage: GoldenStage) -> Any:
     return found
 
 
-def _needs_correction_bias(stage: GoldenStage) -> None:
-    if not any("correction_bias" in name for name in stage.part("mlp").state_dict()):
+def _needs_correction_bias(stage: GoldenStage) -> str:
+    """The name of the correction bias in the MLP."""
+    name = next((name for name in stage.part("mlp").state_dict() if "correction_bias" in name), None)
+    if name is None:
         raise NotApplicable("the router has no correction bias")
+    return name
 
 
 def _change_correction_bias(stage: GoldenStage, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replaces the bias itself, which groups of experts are rated with, too."""
-    _needs_correction_bias(stage)
-    mlp = stage.part("mlp")
-    path, _, name = next(name for name in mlp.state_dict() if "correction_bias" in name).rpartition(".")
-    stage.weight(mlp.get_submodule(path), name, make)
+    path, _, name = _needs_correction_bias(stage).rpartition(".")
+    stage.weight(stage.part("mlp").get_submodule(path), name, make)
 
 
 def _chosen(dense: torch.Tensor, seen: Seen) -> torch.Tensor:
