@@ -1,5 +1,8 @@
 """A port stage on XLA: right where the port is right, clear where it is not."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,25 @@ def test_unmodified_transformers_stages_pass_on_xla(model_type, golden_of, tmp_p
     for stage in stages:
         failed = failures(golden, tmp_path, stage)
         assert failed == {}, stage
+
+
+def test_a_port_of_its_own_needs_no_more_packages_than_its_image_has():
+    """The Neuron SDK's image has no transformers: `requirements/port.in` says what is added to it."""
+    needed = {
+        name: set(re.findall(r"^[\w-]+", Path(f"requirements/{name}.in").read_text(), re.MULTILINE))
+        for name in ("run", "port")
+    }
+    missing = {name.replace("-", "_") for name in needed["run"] - needed["port"] - {"torch", "torch-xla", "numpy"}}
+    assert "transformers" in missing
+    program = f"""
+import importlib, pkgutil, sys
+sys.modules.update(dict.fromkeys({missing}))
+import layerproof.__main__, layerproof.port
+for module in pkgutil.iter_modules(layerproof.port.__path__, "layerproof.port."):
+    importlib.import_module(module.name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_file_of_the_port_says_which_function_hands_each_tap_over(golden_of, tmp_path):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from layerproof.distributed import process_group
 from layerproof.errors import StageError
@@ -96,6 +95,8 @@ def _in_patch(places: Mapping[str, Place], patch: Patch, model: nn.Module) -> Ma
     code = getattr(inspect.unwrap(patch), "__code__", None)
     if code is None:
         return places
+    from transformers import PreTrainedModel  # which a port of its own does without
+
     given = Path(inspect.getfile(PreTrainedModel)).parent, Path(inspect.getfile(type(model)))
 
     def is_given(place: Place) -> bool:
