@@ -63,6 +63,18 @@ def test_the_choice_of_a_router_whose_experts_do_not_get_it_is_a_tap(tmp_path):
     assert "router.choice" in feeds["router.scores"]
 
 
+def test_what_a_mask_rules_out_in_fp16_is_ruled_out_in_the_truth_too(tmp_path):
+    """Its mask adds the lowest number of fp16, which is nothing special in fp32 (case 22 of seed 9041177)."""
+    survey.save("hy_v4", tmp_path / "checkpoint", 22)
+    port = {"backend": "transformers", "dtype": "float16"}
+    run = Run.of(tmp_path, drawn_prompts(22), golden={"device": "cpu", "dtype": "float16"}, port=port)
+    for stage in run.stages[:2]:
+        run.golden(stage)
+    comparison = run.port("layer_000")
+    assert "self_attn.indexer.selection" in comparison["taps"]
+    assert (comparison["status"], comparison["reason"]) == ("pass", None)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_correction_bias_that_is_dropped_is_named_where_experts_have_groups(tmp_path, groups):
     """Each group is rated by its best two experts, with the bias: what shows first has no canonical name (GLM-4.5)."""

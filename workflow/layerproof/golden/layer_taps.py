@@ -116,9 +116,16 @@ def add_taps(
     if has_interface:
         _add_choice_taps(stack, cast("nn.Module", experts), shape)
     takes_choice = has_interface and len(inspect.signature(cast("nn.Module", experts).forward).parameters) == 3
-    steps = _Steps(shape, router, cast("Any", experts).num_experts if has_interface else 0, takes_choice)
+    num_experts = cast("Any", experts).num_experts if has_interface else 0
+    steps = _Steps(shape, router, num_experts, takes_choice, lowest=_lowest(layer) / 2)
     _add_function_taps(stack, modules, shape, steps, untapped)
     _add_steps(stack, layer, modules, steps)
+
+
+def _lowest(layer: nn.Module) -> float:
+    """The number by which masks of this layer rule out: the lowest of its dtype, which in fp32 is a little below bf16's."""
+    is_fp16 = any(parameter.dtype == torch.float16 for parameter in layer.parameters())
+    return torch.finfo(torch.float16 if is_fp16 else torch.bfloat16).min
 
 
 def modules_without_tap(layer: nn.Module) -> list[str]:
@@ -319,12 +326,16 @@ class _Steps(TorchFunctionMode):
     larger. Where these are nearly tied, noise decides what follows (`measure.routing`).
     """
 
-    def __init__(self, shape: torch.Size, router: str | None, num_experts: int, experts_get_choice: bool) -> None:
+    def __init__(
+        self, shape: torch.Size, router: str | None, num_experts: int, experts_get_choice: bool, lowest: float
+    ) -> None:
         """`shape` is [batch, seq], which the router's input no longer has; `router` is the path of the router.
 
-        A choice that experts get is tapped where they get it, and any other where it is made.
+        A choice that experts get is tapped where they get it, and any other where it is made. What is not above `lowest`
+        is ruled out.
         """
         super().__init__()
+        self.lowest = lowest
         self.experts_get_choice = experts_get_choice
         self.shape = shape
         self.router = router
@@ -378,9 +389,8 @@ class _Steps(TorchFunctionMode):
         if view is None or view_of(result[1], self.shape) is None or dim not in (-1, taken_of.ndim - 1):
             return result
         name = self.name("choice")
-        # Masks rule out by the lowest number of the dtype, which is another one in fp32.
-        lowest = torch.finfo(torch.bfloat16).min / 2
-        selection = taken_of.masked_fill(taken_of <= lowest, -torch.inf)
+        # The lowest number of a dtype, plus a score, is another one in golden and truth.
+        selection = taken_of.masked_fill(taken_of <= self.lowest, -torch.inf)
         tap(name.replace("choice", "selection"), view.show(selection))
         return self._places(result, taken_of, name)
 
