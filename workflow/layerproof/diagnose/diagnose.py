@@ -160,7 +160,9 @@ def diagnose(
     if sibling and any(explaining):
         try:
             shows = _Elsewhere.of(sibling)
-        except StageError as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the diagnosis is done
             print(f"what the causes would do in {sibling.stage.name} is not known: {error}")
             return found
         for culprit, attempts in zip(found["culprits"], explaining, strict=True):
@@ -317,7 +319,7 @@ class _Elsewhere:
             print(f"{faults[-1].name} in {self.golden.name}: does not apply, {reason}")
             return None
         left_out = ~self.noise.compared
-        if CHOICE in taps and CHOICE in self.taps:
+        if CHOICE in taps and CHOICE in self.taps and taps[CHOICE].shape == self.taps[CHOICE].shape:
             left_out = left_out | flips(taps[CHOICE], self.taps[CHOICE])
         result = judge(taps[OUT], self.wanted, self.truth, self.valid, self.limit, left_out & self.valid, self.noise)
         return {"stage": self.golden.name, "excess": result["excess"]} if result["status"] == "fail" else None
