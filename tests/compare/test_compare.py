@@ -100,11 +100,9 @@ def test_experts_that_are_ruled_out_may_have_any_number(stage):
     tap = stage.write().compare()["taps"]["router.selection"]
     assert tap["status"] == "pass", tap["reason"]
 
-    stage.port["router.selection"][0, 0, 1] += 0.5
-    stage.choices["port"][1, 1] = [0, 3]
+    stage.port["router.selection"][0, 0, 1] += 1.5
     assert "times what is allowed" in stage.write().compare()["taps"]["router.selection"]["reason"]
-    stage.port["router.selection"][0, 0, 1] -= 0.5
-    stage.choices["port"][1, 1] = [0, 1]
+    stage.port["router.selection"][0, 0, 1] -= 1.5
     stage.port["router.selection"][0, 0, 4] = np.nan
     assert "NaN" in stage.write().compare()["taps"]["router.selection"]["reason"]
     stage.port["router.selection"][0, 0, 4] = 0.0
@@ -334,14 +332,17 @@ def test_flipped_bit_in_the_data_names_the_file(stage, side):
     assert result["status"] == "error" and str(path) in result["reason"] and "damaged" in result["reason"]
 
 
-@pytest.mark.parametrize(("wrong", "fails"), [(None, False), ("choice", True), ("weights", True)])
-def test_what_prepares_a_choice_fails_with_the_choice_or_its_weights(stage, wrong, fails):
+@pytest.mark.parametrize("wrong", [None, "choice", "weights", "order"])
+def test_what_prepares_a_choice_fails_with_its_order_the_choice_or_its_weights(stage, wrong):
     stage.port["router.selection"] *= 2
     if wrong == "choice":
         stage.choices["port"][1, 1] = [0, 3]
     if wrong == "weights":
         stage.port["router.weights"] *= 2
-    assert stage.write().statuses()["router.selection"] == ("fail" if fails else "pass")
+    if wrong == "order":
+        one, other = np.argsort(stage.truth["router.selection"][1, 1])[:2]
+        stage.port["router.selection"][1, 1, [one, other]] = stage.port["router.selection"][1, 1, [other, one]]
+    assert stage.write().statuses()["router.selection"] == ("fail" if wrong else "pass")
 
 
 def flip(stage):

@@ -91,6 +91,29 @@ def test_a_cause_in_code_that_a_passing_stage_shares_is_dropped(model, edits, ca
     assert alone == fails.diagnosis
 
 
+ONE_MORE = 'self.top_k = config["num_experts_per_tok"]', 'self.top_k = config["num_experts_per_tok"] + 1'
+
+
+def test_a_cause_that_changes_a_shape_is_put_into_the_sibling_too(model, tmp_path):
+    found = harness.run(model, STAGE, port_source(ONE_MORE), tmp_path, sibling="layer_002")
+    assert found.culprits[0]["cause"]["name"] == "router_top_k"
+    assert found.culprits[0]["elsewhere"]["stage"] == "layer_002"
+
+
+def test_a_mistake_before_a_choice_is_told_beside_one_behind_it(tmp_path):
+    """Where the tap is forced the choice is right, whatever it would have been made of."""
+    minimax = harness.make_model("minimax_m2", 0, tmp_path / "model", (9, 17))
+    source = (harness.REPOSITORY / "workflow/ports/minimax_m2.py").read_text()
+    for old, new in (("scores + self.router_bias)", "scores)"), ("F.silu(gate) * up", "F.silu(up) * gate")):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    found = harness.run(minimax, STAGE, source, tmp_path / "both").culprits
+    assert {one["tap"]: one["cause"] and one["cause"]["name"] for one in found} == {
+        "router.selection": "correction_bias_dropped",
+        "mlp.out": "gate_up_swapped",
+    }
+
+
 def test_a_sibling_without_a_golden_takes_no_diagnosis_away(model, tmp_path):
     before = harness.run(model, STAGE, port_source(LOADED_TWICE), tmp_path / "alone")
     golden = model.directory / "golden/layer_002.h5"

@@ -25,6 +25,7 @@ from layerproof.measure.routing import (
     compare_choices,
     compare_margins,
     experts_chosen,
+    is_in_order,
     ruled_out_as,
     selection_of,
 )
@@ -135,6 +136,9 @@ def compare_taps(
     routing = routings.get(CHOICE)
     experts = experts_chosen(truth) if routing else None
 
+    def selection(name: str) -> Tensor:
+        return ruled_out_as(found[name], wanted[name], truth[name])
+
     def of_tap(name: str) -> dict[str, Any]:
         if name not in found:
             return {"status": "missing", "reason": "the port does not hand over this tap"}
@@ -144,9 +148,7 @@ def compare_taps(
         if left_out is not None and name in selections:
             counted = valid & ~left_out  # an earlier choice rules out others there, with an Inf
         sides = wanted[name], truth[name], counted, limit, left_out, noise.get(name)
-        mine = found[name]
-        if name == selection_of(CHOICE) and CHOICE in found:
-            mine = ruled_out_as(mine, wanted[name], truth[name])
+        mine = selection(name) if name == selection_of(CHOICE) and CHOICE in found else found[name]
         tap = judge(mine, *sides, experts=experts if name in AFTER_ROUTER else None)
         if name in optional and is_nowhere_finite(tap):  # the scores of an indexer with nothing to choose from
             tap |= {"status": "pass", "reason": None}
@@ -170,10 +172,13 @@ def compare_taps(
     compared = list(_expected(wanted, found, fed))
     taps = dict(zip(compared, mapped(of_tap, compared), strict=True))
     for choice, one in routings.items():
-        selection = taps.get(selection_of(choice), {})
-        is_off = is_compared(selection) and (selection["excess"] or 0) > 1
+        name = selection_of(choice)
+        prepares = taps.get(name, {})
+        is_off = is_compared(prepares) and (prepares["excess"] or 0) > 1
         if one.compared and is_off and _is_right(choice, taps):
-            selection |= {"status": "pass", "reason": None, "excess": 1.0}  # another scale, say, in an equal order
+            # Margins are what decides themselves. Selection values may be on another scale, say, but in this order.
+            if name == choice or is_in_order(selection(name), truth[name], valid & ~one.left_out, one.noise_margin):
+                prepares |= {"status": "pass", "reason": None, "excess": 1.0}
     failed = [name for name, tap in taps.items() if tap["status"] == "fail"]
     status = "fail" if failed else taps[OUT]["status"]
     reason = f"{failed[0]}: {taps[failed[0]]['reason']}" if failed else taps[OUT]["reason"]

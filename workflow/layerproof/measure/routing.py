@@ -237,6 +237,22 @@ def ruled_out_as(port: Tensor, golden: Tensor, truth: Tensor) -> Tensor:
     return Tensor(np.where(ruled_out, -np.inf, mine).astype(np.float32), "float32") if ruled_out.any() else port
 
 
+def is_in_order(port: Tensor, truth: Tensor, counted: np.ndarray, margin: float) -> bool:
+    """Whether the port's selection values order the experts of each token as the truth's do.
+
+    Both are [batch, seq, ..., experts], `counted` is bool [batch, seq], and experts that the truth has at most `margin`
+    apart may be in any order.
+    """
+    for mine, exact in zip(*(_values(side)[counted].reshape(-1, truth.shape[-1]) for side in (port, truth)), strict=True):
+        order = np.argsort(exact)
+        mine, exact = mine[order], exact[order]
+        lower = np.searchsorted(exact, exact - margin)  # how many experts are lower than each by more than the margin
+        highest = np.maximum.accumulate(mine)[lower - 1]
+        if (highest > mine)[lower > 0].any():
+            return False
+    return True
+
+
 def flips(choice: Tensor, truth: Tensor) -> np.ndarray:
     """Marks the tokens, bool [batch, seq], at which `choice` and `truth` are different sets of experts."""
     return (_sorted(choice) != _sorted(truth)).any(-1)
