@@ -28,7 +28,10 @@ def make_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
         whole = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
     not_computed = _compute(whole, left, device, _and_around)
     if not_computed:
-        raise UserError(f"{type(model).__name__}: transformers does not compute the buffer {not_computed[0]} again.")
+        raise UserError(
+            f"{type(model).__name__}: transformers does not compute the buffer {not_computed[0]} again. Compute it in "
+            "_init_weights, too, as the models of transformers do."
+        )
     for name in left:
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path).register_buffer(leaf, whole.get_buffer(name), persistent=False)
@@ -38,19 +41,35 @@ def _compute(
     model: PreTrainedModel, buffers: Sequence[str], device: torch.device, by: Callable[[str], list[str]]
 ) -> list[str]:
     """Computes buffers by initialising the modules that `by` finds for their owners; returns those still not computed."""
+    bools = [name for name in buffers if model.get_buffer(name).dtype == torch.bool]
+    _initialise(model, bools, device, by, missing=True)
+    filled = {name: model.get_buffer(name) for name in bools}
+    _initialise(model, buffers, device, by)
+    of_both = {name: torch.equal(filled[name], model.get_buffer(name)) for name in bools}
+    return [name for name in buffers if not of_both.get(name, True) or _is_missing(model.get_buffer(name))]
+
+
+def _initialise(
+    model: PreTrainedModel,
+    buffers: Sequence[str],
+    device: torch.device,
+    by: Callable[[str], list[str]],
+    missing: bool | None = None,
+) -> None:
+    """Fills buffers with `missing`, or a value that no model computes, and initialises the modules of `by`."""
     modules: dict[str, None] = {}
     for name in buffers:
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
-        missing = torch.empty_like(owner.get_buffer(leaf), device=device)
-        owner.register_buffer(leaf, missing.fill_(_missing(missing.dtype)), persistent=False)
+        buffer = torch.empty_like(owner.get_buffer(leaf), device=device)
+        value = _missing(buffer.dtype) if missing is None else missing
+        owner.register_buffer(leaf, buffer.fill_(value), persistent=False)
         modules |= dict.fromkeys(by(path))
     for path in modules:
         module = model.get_submodule(path)
         for parameter in module.parameters():
             cast("Any", parameter)._is_hf_initialized = True  # loaded or meant to stay on meta: not to draw at random
         _innermost_model(model, path)._init_weights(module)
-    return [name for name in buffers if _is_missing(model.get_buffer(name))]
 
 
 def _and_around(path: str) -> list[str]:
