@@ -60,6 +60,10 @@ def test_a_kernel_that_does_not_fails_at_its_own_tap(golden, tmp_path):
     ("body", "message"),
     [
         ("part.more = torch.nn.Linear(2, 2, device='meta')", "layer_001: patch() leaves more.weight without a value"),
+        (
+            "import copy; model.model.layers[1] = copy.deepcopy(part).to('meta')",
+            "layer_001: patch() leaves self_attn.q_proj.weight without a value",
+        ),
         ("part.no_such_module.weight", "no_such_module"),
         ("return torch.nn.Identity()", "layer_001: patch() returns a Identity, which nothing uses. Change part itself"),
     ],

@@ -286,6 +286,7 @@ def _patch(job: StageRun, patch: Patch, model: nn.Module) -> None:
             f"{job.stage}: patch() returns a {type(returned).__name__}, which nothing uses. Change part itself, such as by "
             "part.mlp = ..., and return nothing."
         )
+    part = stage_module(cast("Any", model), job.stage)  # which a patch may replace as a whole
     left = [name for name, tensor in (*part.named_parameters(), *part.named_buffers()) if tensor.is_meta]
     if left:
         raise StageError(f"{job.stage}: patch() leaves {left[0]} without a value. Create it on the CPU.")
