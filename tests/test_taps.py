@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from layerproof.errors import StageError
-from layerproof.taps import FEEDS, OUT, SHAPES, Fed, TapsDone, collecting, merged, tap, unseen_before
+from layerproof.taps import FEEDS, OUT, SHAPES, Fed, TapsDone, check_known, collecting, merged, tap, unseen_before
 
 
 def stage(x):
@@ -43,6 +43,12 @@ def test_a_run_ends_at_the_tap_that_is_asked_for():
     with pytest.raises(TapsDone), collecting(until="attn.q") as taps:
         stage(torch.ones(1, 2, 3))
     assert set(taps) == {"attn.q"}
+
+
+def test_a_tap_that_a_layer_hands_over_again_may_be_named():
+    check_known(["attn.q.2", "post_attn_norm.2", "router.scores.3"], "my_port.py: TAPS")
+    with pytest.raises(StageError, match=r'"post_att_norm\.2" is not a tap. Did you mean "post_attn_norm\.2"'):
+        check_known(["post_att_norm.2"], "my_port.py: TAPS")
 
 
 def test_a_name_that_no_tap_has_is_refused_in_a_run():

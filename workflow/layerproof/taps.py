@@ -322,12 +322,14 @@ def check_known(names: Iterable[str], where: str, own: Collection[str] = ()) -> 
     """
     known = (*SHAPES, *own)
     for name in names:
-        if name in known or is_output(name):
+        usual = re.sub(r"\.\d+$", "", name)  # of a tap that a layer hands over again, as attn.q.2
+        if name in known or usual in known or is_output(name):
             continue
-        near = difflib.get_close_matches(name, known, 1, MISSPELT)
+        near = difflib.get_close_matches(usual, known, 1, MISSPELT)
         if near:
+            meant = near[0] + name.removeprefix(usual)
             raise StageError(
-                f'{where}: "{name}" is not a tap. Did you mean "{near[0]}"? The taps are {", ".join(known)}. golden.taps '
+                f'{where}: "{name}" is not a tap. Did you mean "{meant}"? The taps are {", ".join(known)}. golden.taps '
                 "adds others."
             )
 
