@@ -175,10 +175,11 @@ def compare_taps(
         name = selection_of(choice)
         prepares = taps.get(name, {})
         is_off = is_compared(prepares) and (prepares["excess"] or 0) > 1
-        if one.compared and is_off and _is_right(choice, taps):
-            # Margins are what decides themselves. Selection values may be on another scale, say, but in this order.
-            if name == choice or is_in_order(selection(name), truth[name], valid & ~one.left_out, one.noise_margin):
-                prepares |= {"status": "pass", "reason": None, "excess": 1.0}
+        if not (one.compared and is_off and _is_right(choice, taps)):
+            continue
+        # Margins are what decides themselves. Selection values may be on another scale, say, but in this order.
+        if name == choice or is_in_order(selection(name), truth[name], valid & ~one.left_out, one.noise_margin):
+            prepares |= {"status": "pass", "reason": None, "excess": 1.0}
     failed = [name for name, tap in taps.items() if tap["status"] == "fail"]
     status = "fail" if failed else taps[OUT]["status"]
     reason = f"{failed[0]}: {taps[failed[0]]['reason']}" if failed else taps[OUT]["reason"]

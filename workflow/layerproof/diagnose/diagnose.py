@@ -24,7 +24,6 @@ from layerproof.config import Config, changed
 from layerproof.diagnose.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
 from layerproof.diagnose.findings import findings
 from layerproof.diagnose.result import undiagnosed
-from layerproof.errors import StageError
 from layerproof.golden import stage as golden_stage
 from layerproof.golden.variants import last_bits_changed, variants
 from layerproof.measure.groups import R_MAX

@@ -243,7 +243,9 @@ def is_in_order(port: Tensor, truth: Tensor, counted: np.ndarray, margin: float)
     Both are [batch, seq, ..., experts], `counted` is bool [batch, seq], and experts that the truth has at most `margin`
     apart may be in any order.
     """
-    for mine, exact in zip(*(_values(side)[counted].reshape(-1, truth.shape[-1]) for side in (port, truth)), strict=True):
+    for mine, exact in zip(
+        *(_values(side)[counted].reshape(-1, truth.shape[-1]) for side in (port, truth)), strict=True
+    ):
         order = np.argsort(exact)
         mine, exact = mine[order], exact[order]
         lower = np.searchsorted(exact, exact - margin)  # how many experts are lower than each by more than the margin

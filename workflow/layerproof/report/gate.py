@@ -159,9 +159,9 @@ def _why(failure: Failure) -> str:
 
 
 def _within(text: str) -> str:
-    """A sentence as part of another one: with a small letter first, unless it begins with a name such as NaN or RoPE."""
-    rest = text.partition(" ")[0][1:]
-    return f"{text[:1].lower()}{text[1:]}" if rest == rest.lower() else text
+    """A sentence as part of another one: with a small letter first, unless it begins with a name such as R, NaN or RoPE."""
+    first, rest = text[:1], text.partition(" ")[0][1:]
+    return f"{first.lower()}{text[1:]}" if rest == rest.lower() and (rest or first == "A") else text
 
 
 def markdown(verdicts: Verdicts) -> str:
