@@ -89,8 +89,8 @@ def main() -> int:
     rows.work_off([(name, args.seed) for name in types], judge, ended, line, args.output)
     found = [row for row in rows.read(args.output) if row["seed"] == args.seed]
     passed = sum(row["code"] == 0 for row in found)
-    print(f"{passed} of {len(found)} families passed by the command")
-    return int(passed < len(found))
+    print(f"{passed} of {args.families} families passed by the command")
+    return int(passed < args.families)
 
 
 if __name__ == "__main__":

@@ -136,6 +136,7 @@ def _judge(case: dict[str, Any], directory: Path, row: dict[str, Any]) -> None:
         (directory / "doing").write_text(f"golden/{stage}")
         run.golden(stage)
         (directory / "doing").write_text(f"port/{stage}")
+        row["stages"][stage] = "error"  # if it raises
         comparison = run.port(stage)
         row["stages"][stage] = comparison["status"]
         if comparison["status"] != "pass":

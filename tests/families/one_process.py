@@ -161,5 +161,6 @@ def _keep(returned: dict[str, torch.Tensor], name: str, module: nn.Module, given
 
 
 def _is_same(tensor: torch.Tensor, tap: torch.Tensor) -> bool:
-    shares = tensor.untyped_storage().data_ptr() == tap.untyped_storage().data_ptr()
-    return shares or (tensor.numel() == tap.numel() and torch.equal(tensor.flatten(), tap.flatten()))
+    """Whether a tap holds a tensor, also if that has its channels before its positions, as a convolution has."""
+    layouts = [tensor, tensor.transpose(1, -1)] if tensor.ndim > 2 else [tensor]
+    return tensor.numel() == tap.numel() and any(torch.equal(one.flatten(), tap.flatten()) for one in layouts)

@@ -35,7 +35,7 @@ def work_off[Item](
     """Appends the row of each item to `output`, and prints its line.
 
     `judge` gets an item and an empty folder, in which the file `doing` says what it is about to do; `ended` makes the row
-    of an item whose process died or took longer than `SECONDS`.
+    of an item whose process died or took longer than `SECONDS`, or for which `judge` raised.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     left: queue.Queue[Item] = queue.Queue()
@@ -80,6 +80,8 @@ def _work[Item](
                     process.kill()
                 pool.shutdown()
                 pool = None
+            except Exception as error:
+                row = ended(item, f"{type(error).__name__}: {error}", 0.0)
         with lock:
             print(json.dumps(row), file=file, flush=True)
             print(line(row), flush=True)
