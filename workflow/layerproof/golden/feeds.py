@@ -72,7 +72,7 @@ class _Flow(TorchDispatchMode):
         """An edit of the tap that notes what feeds it, and goes on with a copy that has this mark alone."""
 
         def edit(tensor: torch.Tensor, seen: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            # Some taps are handed over more than once, such as the scores of a router that chooses one expert at a time.
+            # Variants of a stage may hand a tap over again that the golden hands over once.
             self.fed_by[name] = self.fed_by.get(name, frozenset()) | self._marks_of([tensor]) - {name}
             if name == OUT:
                 return tensor

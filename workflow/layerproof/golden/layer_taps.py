@@ -106,9 +106,9 @@ def add_taps(
             stack.enter_context(hooked(module.register_forward_hook(_module_tap("router.logits", shape))))
         elif path not in ("", router, *own_taps.values()) and not _is_covered(usual_name(path)):
             name = MODULE_TAPS.get(usual_name(path), path)
-            stack.enter_context(hooked(module.register_forward_hook(_module_tap(name, shape, untapped))))
+            stack.enter_context(hooked(module.register_forward_hook(_module_tap(name, shape, untapped, path))))
             if _has_weights(module):
-                untapped.not_run.add(name)
+                untapped.not_run.add(path)
     projection = usual.get(PROJECTION)
     if projection is not None:
         stack.enter_context(hooked(projection.register_forward_pre_hook(_context_tap(shape))))
@@ -136,7 +136,7 @@ def modules_without_tap(layer: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class _Untapped:
-    """Modules with weights of their own that did not run, and those that ran and returned no tap."""
+    """Paths of modules with weights of their own that did not run, and of those that ran and returned no tap."""
 
     not_run: set[str]
     no_tap: set[str]
@@ -198,10 +198,10 @@ def _hand_over(name: str, tensor: Any, view: View | None) -> Any:
     return tensor if view is None or not tensor.is_floating_point() else tap_as(name, tensor, view.show, view.back)
 
 
-def _module_tap(name: str, shape: torch.Size, untapped: _Untapped | None = None) -> Callable:
+def _module_tap(name: str, shape: torch.Size, untapped: _Untapped | None = None, path: str = "") -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         if untapped:
-            untapped.not_run.discard(name)
+            untapped.not_run.discard(path)
         if name not in SHAPES and any(output is given for given in args):  # a dropout, or another that does nothing
             return output
         if not _has_first(output):
@@ -210,7 +210,7 @@ def _module_tap(name: str, shape: torch.Size, untapped: _Untapped | None = None)
         is_norm = "norm" in type(module).__name__.lower()  # others may sort their rows by expert
         view = view_of(tensor, shape, is_norm)
         if untapped and view is None and _has_weights(module):
-            untapped.no_tap.add(name)
+            untapped.no_tap.add(path)
         return _with_first(output, _hand_over(name, tensor, view))
 
     return hook
