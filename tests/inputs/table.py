@@ -134,6 +134,7 @@ FILES: list[Row] = [
     ("an index for one file", lambda case: case.index(dict.fromkeys(case.tensors(), SINGLE)), None),
     ("shards without an index", _without_index, "without the index"),
     ("pytorch_model.bin", _only("pytorch_model.bin"), "pytorch_model.bin"),
+    ("pytorch_model.bin and an optimizer", _only("pytorch_model.bin", "optimizer.pt"), "pytorch_model.bin"),
     ("several pytorch files", _only("pytorch_model-00001-of-00002.bin"), "pytorch_model-00001-of-00002.bin"),
     ("a GGUF file", _only("llama-q4_k_m.gguf"), "llama-q4_k_m.gguf"),
     ("an original checkpoint of Meta's", _only("consolidated.00.pth", "params.json"), "consolidated.00.pth"),

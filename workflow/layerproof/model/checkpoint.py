@@ -27,6 +27,8 @@ SINGLE = "model.safetensors"
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")
+"""What files that a training leaves beside its weights begin with."""
 OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".safetensors")
 """How files end that hold weights in a form that Layerproof does not read, or under a name of their own."""
 POINTER = b"version https://git-lfs"
@@ -133,8 +135,9 @@ def cannot_build(directory: Path, error: Exception) -> UserError:
 def _remedy_without_config(directory: Path) -> str:
     if (directory / ADAPTER).exists():
         return f"There is an adapter beside it ({ADAPTER}). Merge it into its model, and name the merged checkpoint."
-    if snapshots := sorted((directory / "snapshots").glob("*")):
-        return f"This is a folder of the Hub's cache: name {snapshots[-1]}."
+    if snapshots := list((directory / "snapshots").glob("*")):
+        newest = max(snapshots, key=lambda path: path.stat().st_mtime)
+        return f"This is a folder of the Hub's cache: name one of its snapshots, such as {newest}."
     return "model.checkpoint must name a transformers checkpoint."
 
 
@@ -205,6 +208,8 @@ def shards(directory: Path) -> list[str]:
 
 def _remedy_without_weights(directory: Path) -> str:
     for name in sorted(path.name for path in directory.iterdir()):
+        if name.startswith(OF_TRAINING):
+            continue
         if SHARD.fullmatch(name):
             return f"There is {name}, without the index. Copy the index, too."
         if name.endswith(OTHER_FORMS):
