@@ -151,6 +151,7 @@ class Comparison(TypedDict):
     reason: str | None
     taps: dict[str, dict[str, Any]]
     routing: dict[str, Any] | None
+    choices: NotRequired[dict[str, dict[str, Any]]]
     local_error: NotRequired[float | None]
     logits: NotRequired[dict[str, Any] | None]
     statistics: NotRequired[dict[str, dict[str, dict[str, float]]]]

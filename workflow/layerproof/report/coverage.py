@@ -133,7 +133,7 @@ def _near_ties(comparisons: Sequence[Comparison]) -> list[str]:
     found: dict[str, dict[str, int]] = {}
     for comparison in comparisons:
         routing = {"the router": comparison["routing"]} if comparison["routing"] else {}
-        for choice, summary in {**routing, **comparison["choices"]}.items():
+        for choice, summary in {**routing, **comparison.get("choices", {})}.items():
             if summary["left_out"]:
                 found.setdefault(choice, {})[comparison["stage"]] = summary["left_out"]
     return [

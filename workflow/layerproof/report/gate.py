@@ -135,10 +135,10 @@ def lines(verdicts: Verdicts) -> Iterator[str]:
     if verdicts["overall"] == "pass" and CAPTURED in verdicts["chains"]:  # the headline is on the stages that ran here
         yield from (f"  {sentence}" for sentence in verdicts["details"] if "captured" in sentence)
     for failure in verdicts["failures"]:
-        yield "  " + one_line(failure)
+        yield "  " + failure_line(failure)
 
 
-def one_line(failure: Failure) -> str:
+def failure_line(failure: Failure) -> str:
     """Stages, tap, number, cause and place of a failure; without a cause, its reason."""
     place = where(failure)
     what = " ".join([f"{ranges(failure['stages'])}:", *([failure["tap"]] if failure["tap"] else []), how_bad(failure)])

@@ -124,7 +124,7 @@ def _of_stage(stage: str, with_diagnosis: bool) -> Answer:
     if not found:
         agrees = f"PASS: {stage} agrees with the golden{how_near(comparison)}"
         return Answer(overall, (agrees, "Next: layerproof run, for all stages and the report"))
-    lines = [f"{overall.upper()}: {gate.one_line(one)}" for one in found]
+    lines = [f"{overall.upper()}: {gate.failure_line(one)}" for one in found]
     place = gate.where(found[0])
     if status != "fail":
         return Answer(overall, (*lines, f"Log: {log_of(stage)}"))
