@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from layerproof.compare.stage import compare_chain, compare_stage, compare_taps
+from layerproof.compare.stage import UNDECIDED, compare_chain, compare_stage, compare_taps
 from layerproof.errors import StageError, StageMissing
 from layerproof.measure.noise import noise_of_taps
 from layerproof.taps import SHAPES
@@ -350,6 +350,17 @@ def flip(stage):
     stage.choices["port"][NEAR_TIE] = FLIPPED
     for name in ("router.weights", "mlp.out", "out"):
         stage.port[name][NEAR_TIE] += 3
+
+
+def test_what_follows_choices_that_are_nearly_tied_everywhere_is_not_judged(stage):
+    stage.choices["golden"][...] = FLIPPED
+    result = stage.write().compare()
+    assert (result["status"], result["reason"]) == ("error", UNDECIDED)
+    assert {tap["status"] for name, tap in result["taps"].items() if name in ("mlp.out", "out")} == {"error"}
+    stage.port["out"][0, 0, 0] = np.nan
+    assert "NaN" in stage.write().compare()["reason"]
+    stage.port["attn.out"] += 1
+    assert stage.write().compare()["reason"].startswith("attn.out: ")
 
 
 def test_near_tie_is_excused_after_the_router(stage):

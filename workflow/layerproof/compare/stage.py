@@ -39,6 +39,8 @@ from layerproof.threads import mapped
 SCHEMA_VERSION = 1
 CHANGED_BY = 2.0
 """A stage amplifies if the propagated error grows by more than this factor, and recovers if it shrinks by as much."""
+UNDECIDED = "choices before it are nearly tied at every token. Use more tokens."
+"""Why a tap is an error of which no token is left to compare."""
 STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf")
 
 
@@ -150,13 +152,13 @@ def compare_taps(
         sides = wanted[name], truth[name], counted, limit, left_out, noise.get(name)
         mine = selection(name) if name == selection_of(CHOICE) and CHOICE in found else found[name]
         tap = judge(mine, *sides, experts=experts if name in AFTER_ROUTER else None)
-        if name in optional and is_nowhere_finite(tap):  # the scores of an indexer with nothing to choose from
+        if is_nowhere_finite(tap) and left_out is not None and valid.any() and left_out[valid].all():
+            tap |= {"status": "error", "reason": UNDECIDED}
+        elif name in optional and is_nowhere_finite(tap):  # the scores of an indexer with nothing to choose from
             tap |= {"status": "pass", "reason": None}
         if tap["status"] == "fail" and is_compared(tap) and _is_golden(mine, wanted[name], counted):
             # A lookup has no variants: its noise is fitted to the golden's error alone, whose worst may exceed the limit.
             tap |= {"status": "pass", "reason": None, "excess": 1.0}
-        if left_out is not None and valid.any() and left_out[valid].all():
-            tap["reason"] = "nothing was compared: choices before it are nearly tied at every token. Use more tokens."
         if name in routings and routings[name].compared:
             reason = routings[name].reason(name)
             tap |= {"status": "fail" if reason else "pass", "reason": reason}
