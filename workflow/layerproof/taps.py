@@ -9,7 +9,6 @@ graph.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import re
 import sys
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 OUT = "out"
+PAD_ON_THE_RIGHT = "Pad on the right, so that the first position is the first token."
 
 
 def is_output(name: str) -> bool:
@@ -307,10 +307,6 @@ def tap_as(name: str, tensor: torch.Tensor, show: Show, back: Show) -> torch.Ten
     return tensor if after is shown else back(after)
 
 
-MISSPELT = 0.92
-"""How alike two names are (`difflib`) of which one has a letter that the other lacks."""
-
-
 def check_known(names: Iterable[str], where: str, own: Collection[str] = ()) -> None:
     """Checks that `names` are canonical taps, `own` ones, which are the keys of the setting golden.taps, or may be modules'.
 
@@ -325,13 +321,18 @@ def check_known(names: Iterable[str], where: str, own: Collection[str] = ()) -> 
         usual = re.sub(r"\.\d+$", "", name)  # of a tap that a layer hands over again, as attn.q.2
         if name in known or usual in known or is_output(name):
             continue
-        near = difflib.get_close_matches(usual, known, 1, MISSPELT)
+        near = next((one for one in known if _lacks_a_letter(usual, one) or _lacks_a_letter(one, usual)), None)
         if near:
-            meant = near[0] + name.removeprefix(usual)
+            meant = near + name.removeprefix(usual)
             raise StageError(
                 f'{where}: "{name}" is not a tap. Did you mean "{meant}"? The taps are {", ".join(known)}. golden.taps '
                 "adds others."
             )
+
+
+def _lacks_a_letter(name: str, other: str) -> bool:
+    """Whether `name` is `other` without one of its letters."""
+    return any(name == other[:place] + other[place + 1 :] for place in range(len(other)))
 
 
 @contextlib.contextmanager
