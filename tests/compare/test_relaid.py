@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerproof.compare.relaid import as_golden, at_last_tokens, can_be_forced
+from layerproof.compare.relaid import PADDED_LEFT, as_golden, at_last_tokens, can_be_forced
 from layerproof.layouts import layouts
 from layerproof.taps import collecting, tap
 from layerproof.tensors.tensor import Tensor
@@ -57,6 +57,24 @@ def test_another_layout_is_read_as_the_golden_and_written_back(text):
     with collecting({"attn.q": golden * 2}):
         forced = tap("attn.q", port)
     assert torch.equal(forced, torch.where(port == 7, port, port * 2)), "padding stays as it is"
+
+
+@pytest.mark.parametrize("lay_out", [lambda x: x, lambda x: x.transpose(1, 2)])
+def test_a_tap_that_is_padded_on_the_left_is_not_read(lay_out):
+    """The shorter prompts of a batch begin further to the right."""
+    golden = numbers(*APART)
+    port = torch.zeros(BATCH, 128, HEADS, DIM)
+    for row, length in enumerate((SEQ, 12, 5)):
+        port[row, 128 - length :] = golden[row, :length]
+    port = fp32(lay_out(port))
+    assert as_golden({"attn.q": port}, {"attn.q": fp32(golden)}) == ({"attn.q": port}, {"attn.q": PADDED_LEFT})
+
+
+@pytest.mark.parametrize("factor", [0, 3, 30, -1, torch.nan])
+def test_wrong_numbers_are_not_taken_for_padding_on_the_left(factor):
+    golden = numbers(*APART)
+    taps, texts = as_golden({"attn.q": fp32(padded(golden * factor))}, {"attn.q": fp32(golden)})
+    assert taps["attn.q"].shape == APART and texts == {"attn.q": "[batch, 128 positions, heads, head_dim]"}
 
 
 @pytest.mark.parametrize("seq", [1, 4])

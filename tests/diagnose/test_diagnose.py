@@ -270,6 +270,26 @@ def test_a_port_for_longer_prompts_with_heads_first_is_judged_and_diagnosed_as_a
     assert (culprit["tap"], culprit["cause"]["name"]) == ("router.scores", "router_sigmoid")
 
 
+PADDED_LEFT = (
+    'q = tap("attn.q_rot", rotate(q, positions, self.theta))',
+    'q = tap("attn.q_rot", F.pad(rotate(q, positions, self.theta), (0, 0, 0, 0, 34, 0)))[:, 34:]',
+)
+
+
+def test_a_tap_that_is_padded_on_the_left_is_told_and_has_no_cause(model, tmp_path):
+    found = harness.run(model, STAGE, port_source(PADDED_LEFT), tmp_path)
+    assert "its prompts lie behind the padding. Pad on the right" in found.comparison["taps"]["attn.q_rot"]["reason"]
+    assert [(one["tap"], one["cause"], one["nearest"]) for one in found.culprits] == [("attn.q_rot", None, None)]
+
+
+def test_an_output_that_is_padded_on_the_left_is_told(model, tmp_path):
+    source = port_source()
+    line = next(line for line in source.splitlines() if line.startswith("        return x + self.mlp("))
+    left = line.replace("return ", "return F.pad(") + ", (0, 0, 34, 0))"
+    with pytest.raises(StageError, match=r"layer_001: out has 64 positions for 30 tokens, and is zero at the first"):
+        harness.run(model, STAGE, port_source((line, left)), tmp_path)
+
+
 @pytest.mark.parametrize("last", [-1e-6, 1e-6])
 def test_of_faults_that_explain_a_tap_equally_well_the_first_of_the_dictionary_is_the_cause(last, monkeypatch):
     """Weights of a softmax that are not normalised, or normalised over all experts, are the same but for rounding."""

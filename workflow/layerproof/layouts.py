@@ -28,10 +28,14 @@ class Layout:
     order: tuple[int, ...]
     features: tuple[int, ...] | None = None
 
-    def read(self, tensor: Any, shape: Sequence[int]) -> Any:
-        """A port's tensor in the golden's `shape`; numpy arrays and torch tensors both have what it takes."""
+    def read(self, tensor: Any, shape: Sequence[int], from_end: bool = False) -> Any:
+        """A port's tensor in the golden's `shape`; numpy arrays and torch tensors both have what it takes.
+
+        Of more positions than the golden has, it takes the first ones, or the last ones `from_end`.
+        """
         batch, seq = shape[:2]
-        flat = self._flat(tensor, batch)[:, :seq]
+        flat = self._flat(tensor, batch)
+        flat = flat[:, -seq:] if from_end else flat[:, :seq]
         flat = flat if self.features is None else flat[..., list(self.features)]
         return flat.reshape(tuple(shape))
 
@@ -48,12 +52,16 @@ class Layout:
         back = [self.order.index(dim) for dim in range(len(self.order))]
         return torch.cat([inside, flat[:, seq:]], 1).reshape(sizes).permute(back).reshape(tensor.shape)
 
+    @property
+    def positions(self) -> int:
+        """How many positions the port's tensor has."""
+        return self.view[self.order[1]]
+
     def _flat(self, tensor: Any, batch: int) -> Any:
         """The tensor as [batch, positions, features]."""
         viewed = tensor.reshape(self.view)
         ordered = viewed.permute(self.order) if hasattr(viewed, "permute") else viewed.transpose(self.order)
-        positions = self.view[self.order[1]]
-        return ordered.reshape(batch, positions, math.prod(self.view) // (batch * positions))
+        return ordered.reshape(batch, self.positions, math.prod(self.view) // (batch * self.positions))
 
 
 def layouts(name: str, shape: Sequence[int], wanted: Mapping[str, Sequence[int]]) -> list[Layout]:

@@ -15,11 +15,17 @@ LAST_TOKENS = "logits of the last tokens alone"
 """The layout, in verdicts.json, of a port's logits that are those of each prompt's last token."""
 
 
+PADDED_LEFT = "padded on the left"
+"""In place of a layout: the prompts lie behind the padding, so that the tap is not read."""
+SAME = 0.1
+"""Largest sum of the differences, as a share of the golden's, of numbers that are the golden's, at other positions."""
+
+
 def as_golden(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The port's taps in the golden's layout, and by tap the layout that the port has where it is another.
 
     Outputs stay as they are: later stages read them. Where more than one layout fits, the one counts whose numbers are
-    nearest to the golden's.
+    nearest to the golden's. A tap that is padded on the left stays as it is, and has PADDED_LEFT as its layout.
     """
     shapes = {name: tensor.shape for name, tensor in wanted.items()}
     taps, texts = dict(found), {}
@@ -28,8 +34,24 @@ def as_golden(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tupl
         if known:
             read = [_read(found[name], one, shapes[name]) for one in known]
             best = min(range(len(known)), key=lambda one: _distance(read[one], wanted[name])) if len(known) > 1 else 0
-            taps[name], texts[name] = read[best], known[best].text
+            if _is_padded_left(found[name], known[best], wanted[name]):
+                texts[name] = PADDED_LEFT
+            else:
+                taps[name], texts[name] = read[best], known[best].text
     return taps, texts
+
+
+def _is_padded_left(tensor: Tensor, layout: Layout, golden: Tensor) -> bool:
+    """Whether the golden's numbers of a prompt are at the end of the port's positions, and not at their beginning."""
+    shape = golden.shape
+    if layout.positions <= shape[1] or {tensor.dtype_class, golden.dtype_class} != {"float"}:
+        return False
+    numbers, its = tensor.floats(tensor.data[...]), golden.floats(golden.data[...]).reshape(shape[0], -1)
+    size = np.abs(its).sum(1)
+    first, last = (
+        np.abs(layout.read(numbers, shape, from_end).reshape(its.shape) - its).sum(1) for from_end in (False, True)
+    )
+    return bool(((last <= SAME * size) & (first > SAME * size) & (size > 0)).any())
 
 
 def at_last_tokens(stage: str, out: Tensor, wanted: Tensor, valid: np.ndarray) -> tuple[Tensor, np.ndarray]:

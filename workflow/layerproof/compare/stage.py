@@ -11,7 +11,7 @@ import numpy as np
 
 from layerproof.compare.bisect import Strayed
 from layerproof.compare.ranks import Ranks
-from layerproof.compare.relaid import LAST_TOKENS, as_golden, at_last_tokens
+from layerproof.compare.relaid import LAST_TOKENS, PADDED_LEFT, as_golden, at_last_tokens
 from layerproof.errors import StageError, StageMissing
 from layerproof.measure.logits import compare_logits
 from layerproof.measure.metrics import compare, judge
@@ -31,7 +31,7 @@ from layerproof.measure.routing import (
 )
 from layerproof.measure.rule import is_compared, is_nowhere_finite
 from layerproof.model.stages import LM_HEAD
-from layerproof.taps import OUT, Fed, is_choice, is_output
+from layerproof.taps import OUT, PAD_ON_THE_RIGHT, Fed, is_choice, is_output
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor, is_same
 from layerproof.threads import mapped
@@ -167,7 +167,9 @@ def compare_taps(
             is_sum_right = summed is not None and judge(summed, *sides)["status"] == "pass"
             if reason := ranks.reason(name, found[name], wanted[name], is_sum_right):
                 tap |= {"status": "fail", "reason": reason}
-        if name in layouts:
+        if layouts.get(name) == PADDED_LEFT:
+            tap["reason"] = f"{tap['reason']}: its prompts lie behind the padding. {PAD_ON_THE_RIGHT}"
+        elif name in layouts:
             tap["layout"] = layouts[name]
         return tap
 

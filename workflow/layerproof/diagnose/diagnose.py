@@ -35,7 +35,7 @@ from layerproof.measure.rule import excess, failing_limit
 from layerproof.model import handed, loading
 from layerproof.model.experts import EXPERT_BY_EXPERT, register
 from layerproof.model.tokens import Tokens
-from layerproof.taps import OUT, Fed, canonical_after, merged, unseen_before
+from layerproof.taps import OUT, PAD_ON_THE_RIGHT, Fed, canonical_after, merged, unseen_before
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor, is_finite
 from layerproof.wording import times
@@ -205,6 +205,8 @@ def _diagnose(
     alone = replace(bench, forced={}, noise=read_noise(files.noise), port=isolated)
     local = compare_taps(stage.name, forced, wanted, local_truth, local_noise, valid, stage.limit, fed=feeds)["taps"]
     wrong = [name for name, tap in local.items() if tap["status"] == "fail"]
+    # A tap that could not be read could not be forced either: what lies behind it is not known.
+    wrong = [name for name in wrong if PAD_ON_THE_RIGHT in local[name]["reason"]] or wrong
     if wrong:
         culprits = [_explain(bench, name, local[name], True) for name in wrong]
     else:

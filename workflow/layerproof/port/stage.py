@@ -22,7 +22,7 @@ from layerproof.port import compiled, shards
 from layerproof.port.contract import Patch, Taps
 from layerproof.port.prepare import StageRun, in_dtype, prepare_stage
 from layerproof.port.runner import Runner
-from layerproof.taps import OUT, Place, forward_place, in_order, is_choice, is_output, locating
+from layerproof.taps import OUT, PAD_ON_THE_RIGHT, Place, forward_place, in_order, is_choice, is_output, locating
 from layerproof.tensors import hdf5
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,14 @@ def _write(
     if os.getpid() != runner.process:
         os._exit(0)  # a copy of the process that the port's code forked: the first one writes
     kept = _without_padding(found, runner)
-    padded = {} if kept is found else {"positions": found[OUT].shape[1]}
+    padded = {}
+    if kept is not found:
+        padded = {"positions": found[OUT].shape[1]}
+        if not kept[OUT][:, 0].any() and found[OUT][:, -1].any():
+            raise StageError(
+                f"{attributes['stage']}: out has {found[OUT].shape[1]} positions for {kept[OUT].shape[1]} tokens, and is "
+                f"zero at the first: the prompts lie behind the padding. {PAD_ON_THE_RIGHT}"
+            )
     taps = {name: hdf5.to_array(hdf5.storable(tensor)) for name, tensor in kept.items()}
     ordered = {name: taps[name] for name in in_order(taps)}
     attributes = {**attributes, **padded}
