@@ -86,4 +86,6 @@ def test_what_a_patch_changed_is_looked_for_in_the_patch(golden, tmp_path):
     patched(golden, tmp_path, NORM.replace("EPS", "0.01"), {"eps": 0.01})
     with hdf5.reading(tmp_path / "layer_001.h5") as file:
         places = hdf5.document_if_there(file, hdf5.PLACES)
-    assert places["input_norm"] == {"file": str(tmp_path / "patch.py"), "function": "patch"}
+    file = str(tmp_path / "patch.py")
+    assert places["input_norm"] == {"file": file, "function": "Norm.forward"}, "of a module of its own"
+    assert places["attn.q"] == {"file": file, "function": "patch"}, "of the model's own"

@@ -94,3 +94,12 @@ def test_the_output_is_handed_over_by_the_forward_of_the_port():
     place = forward_place(Outer())
     assert isinstance(place, Place) and place.function == "Outer.forward"
     assert forward_place(nn.Linear(2, 2)) is None
+
+
+def test_a_patch_returns_nothing_and_its_early_return_is_no_place(tmp_path):
+    port = tmp_path / "port.py"
+    port.write_text(
+        "def patch(model, part, stage):\n    if stage.layer is None:\n        return\n    part.norm = None\n"
+    )
+    frame = code_frame({"file": str(port), "function": "patch"}, "input_norm")
+    assert frame is not None and frame.line == 1

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from layerproof.errors import StageError
 from layerproof.model.parts import hooked, replaced_forward
-from layerproof.taps import SHAPES, dense_weights, tap, tap_as
+from layerproof.taps import SHAPES, dense_weights, forward_place, note_place, tap, tap_as
 
 MODULE_TAPS = {
     "input_layernorm": "input_norm",
@@ -211,7 +211,10 @@ def _module_tap(name: str, shape: torch.Size, untapped: _Untapped | None = None,
         view = view_of(tensor, shape, is_norm)
         if untapped and view is None and _has_weights(module):
             untapped.no_tap.add(path)
-        return _with_first(output, _hand_over(name, tensor, view))
+        handed_over = _hand_over(name, tensor, view)
+        if not type(module).__module__.startswith("transformers."):  # but put in its place by a patch, say
+            note_place(name, forward_place(module))
+        return _with_first(output, handed_over)
 
     return hook
 

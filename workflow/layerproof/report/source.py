@@ -61,8 +61,8 @@ def _function(tree: ast.AST, qualified: str) -> ast.FunctionDef | ast.AsyncFunct
 
 
 def _line(function: ast.FunctionDef | ast.AsyncFunctionDef, tree: ast.Module, tap: str) -> int:
-    """The line that hands a tap over: the call that names it, else that of the module in the table TAPS, else what the
-    function returns, else its first line.
+    """The line that hands a tap over: the call that names it, else that of the module in the table TAPS, else the
+    last value that the function returns, else its first line.
     """
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     for call in calls:
@@ -72,7 +72,7 @@ def _line(function: ast.FunctionDef | ast.AsyncFunctionDef, tree: ast.Module, ta
     for call in calls:
         if module and isinstance(call.func, ast.Attribute) and call.func.attr == module:
             return call.lineno
-    returns = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Return)]
+    returns = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
     return max(returns, default=function.lineno)
 
 
