@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+import streaming
+from configs import config_with
 from layerproof import cli
 from layerproof.errors import StageError, UserError
+from layerproof.golden import stage as golden_stage
+from layerproof.model import loading
 from layerproof.model.captured import find
 from layerproof.model.tokens import pad
 from layerproof.port import captured
@@ -91,3 +95,24 @@ def test_another_number_of_files_than_jobs_is_told(tmp_path, capsys):
     command = ["captured", "layer_000.h5", "--job", str(tmp_path / "job.json"), "--tokens", "tokens.json"]
     assert cli.run([*command, "--captured", "a.pt", "b.pt"]) == 2
     assert "error: --captured: names 2 files for 1 job files." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_bf16_too", [True, False])
+def test_an_input_captured_as_fp32_is_taken_in_the_golden_s_dtype(golden_of, tmp_path, is_bf16_too):
+    """People save what they capture as fp32. If it is fp32, the model computed with it is another one."""
+    golden = golden_of("qwen3")
+    x = hdf5.to_torch(hdf5.read(golden / "layer_000.h5", "golden/out")).float()
+    previous = tmp_path / "layer_000.h5"
+    captured_input = hdf5.to_array(x if is_bf16_too else x * 1.001)
+    hdf5.write(previous, {"port": {"out": captured_input}}, valid=streaming.TOKENS.valid, attributes={})
+    descriptions, _ = loading.describe_stages(golden / "model", ["layer_001"], trust_remote_code=False)
+    made = ["layer_001", golden / "model", descriptions["layer_001"], streaming.TOKENS, previous, None]
+    made += [tmp_path / "layer_001.h5", tmp_path / "noise.h5", config_with(golden={"device": "cpu"})]
+    if is_bf16_too:
+        golden_stage.make_stage(*made, reads="port/out")
+        out = hdf5.to_torch(hdf5.read(tmp_path / "layer_001.h5", "golden/out"))
+        assert torch.equal(out, hdf5.to_torch(hdf5.read(golden / "layer_001.h5", "golden/out")))
+    else:
+        with pytest.raises(StageError, match=r"layer_001: its captured input is float32, with numbers that bfloat16"):
+            golden_stage.make_stage(*made, reads="port/out")

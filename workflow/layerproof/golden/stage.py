@@ -88,7 +88,10 @@ def make_stage(
     """
     device = device_of(full_model.model, stage) if full_model else resolve_device(settings.golden.device)
     fed = handed.stage_input(previous, stage, reads)
+    dtype = getattr(torch, settings.golden.dtype)
     stage_input = hdf5.to_torch(fed.out).to(device) if fed else None
+    if stage_input is not None and reads != OWN:
+        stage_input = _narrowed(stage_input, dtype)
     given = {name: hdf5.to_torch(tensor).to(device) for name, tensor in fed.handed.items()} if fed else {}
     ids, valid = torch.from_numpy(tokens.ids).to(device), torch.from_numpy(tokens.valid).to(device)
 
@@ -96,13 +99,19 @@ def make_stage(
         taps = run_stage(model, stage, stage_input, ids, valid, own_taps=settings.golden.taps, handed=given)
         return {name: hdf5.to_array(taps[name]) for name in merged([list(taps)])}
 
-    dtype = getattr(torch, settings.golden.dtype)
     model = full_model.model if full_model else load(stage, directory, description, device, dtype, settings)
     log.info("golden/%s: weights loaded, runs on %s", stage, _device_name(device))
     try:
         golden = run(model, stage_input)
     except IndexError as error:
         raise _too_long(stage, model, tokens) or error from None
+    except RuntimeError as error:
+        if reads == OWN or stage_input is None or stage_input.dtype == dtype:
+            raise
+        raise StageError(
+            f"{stage}: its captured input is {hdf5.dtype_name(stage_input)}, with numbers that {settings.golden.dtype} does "
+            "not have, in which the golden computes. Capture the tensors that the port computes with."
+        ) from error
     attributes: dict[str, Any] = {"stage": stage, "device": _device_name(device)}
     if full_model:
         attributes["alone"] = full_model.change(stage, hdf5.to_torch(golden[OUT]))
@@ -140,6 +149,13 @@ def make_stage(
     hdf5.write(output, groups, valid=tokens.valid, attributes=attributes, documents=documents)
     measured = noise_of_taps(golden, list(others.values()), truth, tokens.valid, measured_feeds)
     write_noise(noise, measured, list(others), strayed)
+
+
+def _narrowed(captured: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A captured tensor in the golden's dtype if that has all of its numbers: people save what they capture as fp32."""
+    narrow = captured.to(dtype)
+    same = (narrow == captured) | (narrow.isnan() & captured.isnan())
+    return narrow if same.all() else captured
 
 
 def _too_long(stage: str, model: PreTrainedModel, tokens: Tokens) -> StageError | None:
