@@ -12,7 +12,7 @@ from layerproof.files import read_json
 from layerproof.model.captured import CHAIN as CAPTURED
 from layerproof.report import gate
 from layerproof.report.failing import failures
-from layerproof.report.words import Comparison, number, share, worst_tap
+from layerproof.report.words import NOT_COMPARED, Comparison, number, share, worst_tap
 from layerproof.shapes import Verdicts
 
 RESULTS = Path("results")
@@ -141,8 +141,17 @@ def how_near(comparison: Comparison) -> str:
 
 def _of_chain(chain: dict[str, Any]) -> Answer:
     name, overall = chain["chain"], chain["status"] if chain["status"] in ("pass", "fail") else "error"
-    if chain["first_wrong"]:
-        return Answer(overall, (f"{overall.upper()}: chain {name} goes wrong by {chain['first_wrong']} at the latest",))
+    lines = []
+    if first := chain["first_wrong"]:
+        entry = chain["stages"][first]
+        where = f"at {first}: {entry['why']}" if entry.get("own_input") else f"by {first} at the latest"
+        lines.append(f"{overall.upper()}: chain {name} goes wrong {where}")
+    stopped = [(stage, entry["reason"]) for stage, entry in chain["stages"].items() if entry["status"] in NOT_COMPARED]
+    if stopped:
+        stage, reason = stopped[0]
+        lines.append(f"{overall.upper()}: chain {name} broke at {stage}: {reason.removeprefix(f'{stage}: ')}")
+    if lines:
+        return Answer(overall, tuple(lines))
     ran = [stage for stage, entry in chain["stages"].items() if entry["status"] == "pass"]
     error = chain["stages"][ran[-1]]["propagated_error"] if ran else None
     last = "" if error is None else f", with an error of {number(error)} (relative L2) at its end"
