@@ -39,6 +39,15 @@ def test_the_number_of_a_group_is_that_of_its_worst_stage():
     assert one["excess"] == 900.0 and one["stages"] == ["layer_000", "layer_001"]
 
 
+def test_what_is_said_of_the_first_of_a_group_is_not_said_of_the_others():
+    comparisons = [reports.compared(f"layer_00{layer}", wrong=["attn.q"]) for layer in range(3)]
+    comparisons[1]["taps"]["attn.q"]["reason"] = "the port is NaN at [0,0,1] where the golden is finite"
+    comparisons[2]["taps"]["attn.q"]["reason"] = "the error is 5 times what is allowed at channels 0 to 8"
+    alike, not_finite = failures(*comparisons)
+    assert alike["stages"] == ["layer_000", "layer_002"] and alike["text"].startswith("In layer_000: the error is")
+    assert not_finite["stages"] == ["layer_001"] and not_finite["text"].startswith("the port is NaN")
+
+
 def test_errors_are_alike_by_their_reason_without_numbers():
     comparisons = [
         reports.stopped("layer_000", "layer_000: RuntimeError at port.py:9: size 3"),

@@ -65,15 +65,21 @@ def _capital(sentence: str) -> str:
 
 
 def _kind(failure: Failure) -> str | None:
-    """What failures without a cause share: that they have a number, or their text without numbers and names of stages."""
-    if failure["cause"] or failure["excess"] is not None:
+    """What failures without a cause share: NaN and Inf or none, or without a number, their text but for numbers and names
+    of stages.
+    """
+    if failure["cause"]:
         return None
+    if failure["excess"] is not None:
+        return "not finite" if re.search(r"\b(NaN|Inf)\b", failure["text"]) else None
     return re.sub(r"\blayer_\d+\b|\b(embed|norm|lm_head)\b|\d+(\.\d+)?(e[+-]?\d+)?", "#", failure["text"])
 
 
 def _together(group: Sequence[Failure]) -> Failure:
-    """One entry for stages that fail alike: worded as the first, as far off as the worst."""
+    """One entry for stages that fail alike, as far off as the worst; what is told of the first is not said of the others."""
     together = group[0].copy()
+    if not together["cause"] and len({one["text"] for one in group}) > 1 and together["tap"]:
+        together["text"] = f"In {together['stages'][0]}: {together['text']}"
     together["stages"] = [stage for one in group for stage in one["stages"]]
     together["excess"] = max((one["excess"] for one in group if one["excess"] is not None), default=None)
     return together
