@@ -511,6 +511,7 @@ PROMPTS: list[Row] = [
     ("spaces in the empty line", _prompts("One.\n   \nTwo."), None),
     ("lines that end as on Windows", _prompts("One.\r\n\r\nTwo.\r\n"), None),
     ("a mark of the byte order", _prompts(b"\xef\xbb\xbfOne."), None),
+    ("a line with only a tab between prompts", _prompts(b"One.\n\t\nTwo."), None),
     ("Chinese, and pictures", _prompts("你好,世界 🚀🚀\n\nпривет"), None),
     ("the output of a chat template", _prompts(CHAT), None),
     ("tabs, and code", _prompts("def f(x):\n\treturn x\n"), None),

@@ -54,6 +54,7 @@ def test_padding_is_on_the_right_and_outside_the_mask(rows, pad_id):
         ("one\r\nmore\r\n\r\ntwo\r\n", ["one\nmore", "two"]),
         ("Grüße\n\n你好", ["Grüße", "你好"]),
         ("one\n\n  \n\ntwo", ["one", "two"]),
+        ("\ufeffone\n\t\ntwo\n \t \n", ["one", "two"]),
     ],
 )
 def test_empty_lines_separate_prompts(tmp_path, text, prompts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ def read_prompts(path: Path) -> list[str]:
         UserError: if the file cannot be read as UTF-8 or contains no prompt.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as text ({error}). inputs.prompts must name a UTF-8 file.") from None
-    prompts = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
+    prompts = [part.strip("\n") for part in re.split(r"\n[ \t]*\n", text) if part.strip()]
     if not prompts:
         raise UserError(f"{path}: contains no prompt. Write at least one, and separate prompts by empty lines.")
     return prompts
