@@ -272,6 +272,18 @@ def test_a_chain_and_a_bisection_have_answers():
     write_json(summary.RESULTS / "compare/chain/all.json", chain)
     found = summary.answer(["results/compare/chain/all.json"])
     assert found.overall == "pass" and found.lines[0].startswith("PASS: chain all ran through 5 stages")
+    entry = {"status": "fail", "own_input": True, "why": "the error is 2.96 times what is allowed"}
+    wrong = {"chain": "captured", "status": "fail", "first_wrong": "layer_001"}
+    for stages, told in (
+        ({"layer_001": entry}, "FAIL: chain captured goes wrong at layer_001: the error is 2.96 times what is allowed"),
+        ({"layer_001": entry | {"own_input": False}}, "FAIL: chain captured goes wrong by layer_001 at the latest"),
+    ):
+        write_json(summary.RESULTS / "compare/chain/captured.json", chain | wrong | {"stages": stages})
+        assert summary.answer(["results/compare/chain/captured.json"]).lines == (told,)
+    comparisons, _ = reports.good()
+    write_json(summary.RESULTS / "compare/chain/all.json", reports.chain(comparisons, broken="layer_001"))
+    found = summary.answer(["results/compare/chain/all.json"])
+    assert found == summary.Answer("error", ("ERROR: chain all broke at layer_001: the port ran out of memory",))
     bisection = {"first_wrong": "layer_001", "last_right": "layer_000"}
     summary.BISECTION.write_text(json.dumps(bisection))
     found = summary.answer(["results/bisect.json"])

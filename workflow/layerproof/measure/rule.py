@@ -36,7 +36,10 @@ def _float_reason(result: dict[str, Any], limit: float) -> str | None:
                 f"{element['golden']} and the truth is {element['truth']} ({element['count']} such elements)"
             )
     if is_nowhere_finite(result):
-        return "nothing was compared: no element of a valid token is finite in port, golden and truth"
+        return (
+            "nothing was compared: no element of a valid token is finite in port, golden and truth. Look for NaN in the "
+            "checkpoint's weights"
+        )
     R, allowed, where = failing_limit(result, limit)
     assert R is not None  # elements were compared
     if allowed >= R:

@@ -277,7 +277,9 @@ def stage_line(path: Path) -> str:
         return f"{path.stem:<9}  compared"
     name = next((name for name, tap in taps.items() if tap["status"] == "fail"), None)
     if status == "pass":
-        what = counted(len(taps), "tap") + summary.how_near(comparison)
+        missing = sum(tap["status"] == "missing" for tap in taps.values())
+        what = counted(len(taps) - missing, "tap") + (f" ({missing} missing)" if missing else "")
+        what += summary.how_near(comparison)
     elif name is None:
         what = comparison["reason"].removeprefix(f"{path.stem}: ")
     else:
