@@ -87,7 +87,7 @@ LAYERS = tuple(f"layer_{number:03}" for number in range(4))
 def on_terminal(verdicts: Verdicts, directory: Path, stages: tuple[str, ...] = LAYERS[:1]) -> str:
     """What the terminal says of the first failure, if these stages fail alike."""
     failure = verdicts["failures"][0] | {"stages": list(stages)}
-    return without_numbers(gate.one_line(failure).replace(f"{directory}/", ""))
+    return without_numbers(gate.failure_line(failure).replace(f"{directory}/", ""))
 
 
 def edited(source: str, old: str, new: str) -> str:

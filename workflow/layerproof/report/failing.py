@@ -72,13 +72,19 @@ def _kind(failure: Failure) -> str | None:
         return None
     if failure["excess"] is not None:
         return "not finite" if re.search(r"\b(NaN|Inf)\b", failure["text"]) else None
-    return re.sub(r"\blayer_\d+\b|\b(embed|norm|lm_head)\b|\d+(\.\d+)?(e[+-]?\d+)?", "#", failure["text"])
+    return _without_numbers(failure["text"])
+
+
+def _without_numbers(text: str) -> str:
+    """A text without its numbers and names of stages."""
+    return re.sub(r"\blayer_\d+\b|\b(embed|norm|lm_head)\b|\d+(\.\d+)?(e[+-]?\d+)?", "#", text)
 
 
 def _together(group: Sequence[Failure]) -> Failure:
-    """One entry for stages that fail alike, as far off as the worst; what is told of the first is not said of the others."""
+    """One entry for stages that fail alike, as far off as the worst. What is found in the first alone is said of it."""
     together = group[0].copy()
-    if not together["cause"] and len({one["text"] for one in group}) > 1 and together["tap"]:
+    found = {_without_numbers(one["text"].partition(". ")[0]) for one in group}
+    if len(found) > 1 and together["tap"] and not together["cause"]:
         together["text"] = f"In {together['stages'][0]}: {together['text']}"
     together["stages"] = [stage for one in group for stage in one["stages"]]
     together["excess"] = max((one["excess"] for one in group if one["excess"] is not None), default=None)

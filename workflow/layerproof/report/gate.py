@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +154,7 @@ def _why(failure: Failure) -> str:
         text = failure["text"].rstrip(".")
         return _within(text) if failure["status"] == "fail" else text  # an error may begin with a name
     text = failure["text"].partition(". ")[0].rstrip(".")
-    if text.lower().startswith("the error is") and failure["excess"] is not None:
+    if re.match(r"(in \w+: )?the error is", text.lower()) and failure["excess"] is not None:
         return ""  # the number says it
     return _within(text)
 
