@@ -363,7 +363,22 @@ def _with_adapter(case: Case) -> None:
     case.write("checkpoint/adapter_model.safetensors", b"")
 
 
+def _captured(name: str) -> Callable[[Case], None]:
+    def change(case: Case) -> None:
+        (case.folder / "captured").mkdir()
+        (case.folder / "captured" / name).touch()
+        case.set(port={"captured": str(case.folder / "captured")})
+
+    return change
+
+
 PATHS: list[Row] = [
+    (
+        "a capture of a deeper model",
+        _captured("captured_tensors_cte_step_1_module_layers.22_output.pt"),
+        "contains layer_022, but the model has",
+    ),
+    ("a folder that holds no capture", _captured("layers.0.pt"), "contains no file such as captured_tensors"),
     ("a path with spaces", lambda case: case.moved("my models/llama 1b"), None),
     ("a path with quotes", lambda case: case.moved('it\'s "mine"'), None),
     ("a path with brackets", lambda case: case.moved("llama[1]{b}"), None),

@@ -71,7 +71,7 @@ def resolve(raw: Mapping[str, Any]) -> Run:
     layers = stages.parse_ranges(written, num_layers, "layers")
     selected = stages.selected_stages(layers, num_layers)
     chains = _chains(names, num_layers, selected, written, layers)
-    captured_files = _captured(settings.port.captured, selected)
+    captured_files = _captured(settings.port.captured, selected, num_layers)
     if captured_files:
         chains[captured.CHAIN] = tuple(captured_files)
     _check_is_of(described, settings.port)
@@ -138,11 +138,11 @@ def _chains(
     return chains
 
 
-def _captured(folder: str | None, selected: Sequence[str]) -> dict[str, Path]:
+def _captured(folder: str | None, selected: Sequence[str], num_layers: int) -> dict[str, Path]:
     """The captured outputs of the stages that are compared, in the order of the model.
 
     Raises:
-        UserError: if there is none.
+        UserError: if there is none, or one of a layer that the model does not have.
     """
     if folder is None:
         return {}
@@ -151,6 +151,12 @@ def _captured(folder: str | None, selected: Sequence[str]) -> dict[str, Path]:
             f"config.yaml: port.captured: {folder} is not a directory. Name the directory of the captured tensors."
         )
     found = captured.find(Path(folder))
+    beyond = set(found).difference(stages.all_stages(num_layers))
+    if beyond:
+        raise UserError(
+            f"config.yaml: port.captured: {folder} contains {stages.ranges(sorted(beyond))}, but the model has {num_layers} "
+            "layers. Name what was captured of this model."
+        )
     files = {stage: found[stage] for stage in selected if stage in found}
     if not files:
         raise UserError(
