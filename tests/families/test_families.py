@@ -75,6 +75,20 @@ def test_what_a_mask_rules_out_in_fp16_is_ruled_out_in_the_truth_too(tmp_path):
     assert (comparison["status"], comparison["reason"]) == ("pass", None)
 
 
+def test_a_flip_that_a_convolution_hands_on_is_left_out_of_the_tokens_behind_it(tmp_path):
+    """Its shared experts are weighted by what the router chose, and a convolution follows (seed 6620914 of the survey)."""
+    survey.save("inkling_text", tmp_path / "checkpoint", 6620914)
+    run = Run.of(tmp_path, drawn_prompts(6620914))
+    for stage in run.stages[:3]:
+        run.golden(stage)
+    comparison = run.port("layer_001")
+    assert (comparison["status"], comparison["reason"]) == ("pass", None)
+    assert comparison["routing"]["left_out"] == 1
+    left_out = {name: 64 * 64 - tap["count"] for name, tap in comparison["taps"].items()}
+    assert left_out["mlp.shared_experts"] == left_out["mlp.out"] == 64
+    assert left_out["mlp_sconv"] == left_out["out"] == 4 * 64, "a kernel of four tokens"
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_correction_bias_that_is_dropped_is_named_where_experts_have_groups(tmp_path, groups):
     """Each group is rated by its best two experts, with the bias: what shows first has no canonical name (GLM-4.5)."""

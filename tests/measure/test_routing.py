@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from layerproof.measure.routing import FLIP_SIGMAS, compare_choices
+from layerproof.measure.routing import FLIP_SIGMAS, compare_choices, is_in_order, reached
 from layerproof.tensors.tensor import Tensor
 
 ERROR = 0.001  # of every selection value of the golden
@@ -193,6 +195,24 @@ def test_selections_that_are_no_numbers_excuse_nothing_and_stay_json():
     )
     assert routing is not None and routing.reason() is not None
     json.dumps(routing.summary(), allow_nan=False)
+
+
+@pytest.mark.parametrize(("reach", "row"), [(0, "0100010"), (1, "0110011"), (3, "0111111"), (1 << 30, "0111111")])
+def test_a_flip_reaches_the_tokens_behind_it(reach, row):
+    flips = np.array([[False] * 7, [place in (1, 5) for place in range(7)]])
+    assert reached(flips, reach).tolist() == [[False] * 7, [mark == "1" for mark in row]]
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0, 0.5))
+def test_values_are_in_order_if_no_two_that_lie_apart_are_exchanged(seed, margin):
+    random = np.random.default_rng(seed)
+    exact, mine = random.standard_normal((2, 1, 2, 5)).round(1)
+    wrong = ((exact[..., :, None] > exact[..., None, :] + margin) & (mine[..., :, None] < mine[..., None, :])).any()
+    port, truth = (Tensor(values.astype(np.float32), "float32") for values in (mine, exact.astype(np.float32)))
+    exact_gaps = np.abs(exact[..., :, None] - exact[..., None, :])
+    assume((np.abs(exact_gaps - margin) > 1e-6).all())  # which of two roundings is larger is not the question
+    assert is_in_order(port, truth, np.ones((1, 2), bool), margin) == (not wrong)
+    assert is_in_order(Tensor(np.exp(truth.data), "float32"), truth, np.ones((1, 2), bool), margin)
 
 
 def test_near_ties_that_are_too_many_for_chance_fail():

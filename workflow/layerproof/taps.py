@@ -104,12 +104,14 @@ Ranks need not say it of a tap of one's own: parts that differ are put together 
 class Fed:
     """A tap of a stage, and the taps that feed it directly.
 
-    A tap that has no canonical name, but that of a module, is `optional`: a port need not hand it over.
+    A tap that has no canonical name, but that of a module, is `optional`: a port need not hand it over. `reach` is how many
+    tokens behind a token its choice still changes the tap, as after a convolution of what experts made.
     """
 
     name: str
     fed_by: tuple[str, ...]
     optional: bool = False
+    reach: int = 0
 
 
 def choices_before(tap: str, measured: Sequence[Fed]) -> list[str]:

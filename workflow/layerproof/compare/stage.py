@@ -26,6 +26,7 @@ from layerproof.measure.routing import (
     compare_margins,
     experts_chosen,
     is_in_order,
+    reached,
     ruled_out_as,
     selection_of,
 )
@@ -133,7 +134,8 @@ def compare_taps(
     optional = _optional(fed)
     before = choices_of_taps(list(wanted), fed)
     selections = {selection_of(name) for name in wanted if is_choice(name)}
-    routings = _routings(found, wanted, truth, valid, noise, before)
+    reach = {one.name: one.reach for one in fed}
+    routings = _routings(found, wanted, truth, valid, noise, before, reach)
     _check_moved(moved, routings, valid)
     routing = routings.get(CHOICE)
     experts = experts_chosen(truth) if routing else None
@@ -145,7 +147,7 @@ def compare_taps(
         if name not in found:
             return {"status": "missing", "reason": "the port does not hand over this tap"}
         masks = [routings[choice].left_out for choice in before[name]]
-        left_out = np.logical_or.reduce(masks) if masks else None
+        left_out = reached(np.logical_or.reduce(masks), reach.get(name, 0)) if masks else None
         counted = valid
         if left_out is not None and name in selections:
             counted = valid & ~left_out  # an earlier choice rules out others there, with an Inf
@@ -248,6 +250,7 @@ def _routings(
     valid: np.ndarray,
     noise: Mapping[str, Noise],
     before: Mapping[str, Sequence[str]],
+    reach: Mapping[str, int],
 ) -> dict[str, Routing]:
     """Compares every choice of a stage, in order; tokens that an earlier choice leaves out do not count.
 
@@ -257,7 +260,7 @@ def _routings(
     handed = {name: _handed_choice(name, wanted, before) for name in wanted}
     for name in (name for name in wanted if is_choice(name) or handed[name]):
         earlier = [routings[choice].left_out for choice in before[name] if choice in routings]
-        counted = valid & ~np.logical_or.reduce([np.zeros_like(valid), *earlier])
+        counted = valid & ~reached(np.logical_or.reduce([np.zeros_like(valid), *earlier]), reach.get(name, 0))
         later = next((tap for tap in noise if name in before.get(tap, ())), None)
         variant_flips = counted & ~noise[later].compared if later else None
         selection = selection_of(handed[name] or name)

@@ -30,7 +30,7 @@ from layerproof.measure.groups import R_MAX
 from layerproof.measure.metrics import judge
 from layerproof.measure.noise import Noise, measure, noise_of_taps
 from layerproof.measure.noise_file import read_noise
-from layerproof.measure.routing import AFTER_ROUTER, CHOICE, experts_chosen, flips
+from layerproof.measure.routing import AFTER_ROUTER, CHOICE, experts_chosen, flips, reached
 from layerproof.measure.rule import excess, failing_limit
 from layerproof.model import handed, loading
 from layerproof.model.experts import EXPERT_BY_EXPERT, register
@@ -215,7 +215,7 @@ def _diagnose(
         # Not the truth in the golden's file, which other functions computed: a fault must differ from the truth only by
         # its effect.
         truth = _arrays(exact.run({}))
-        noise = _without_flips(alone.noise, isolated.get(CHOICE), truth.get(CHOICE))
+        noise = _without_flips(alone.noise, isolated.get(CHOICE), truth.get(CHOICE), feeds)
         culprits = [_explain(replace(alone, truth=truth, noise=noise), first, comparison["taps"][first], False)]
         if first in _moved_by_compiling(files.port):
             culprits[0][0]["findings"].insert(0, ONLY_COMPILED)
@@ -277,13 +277,17 @@ def _changed(tensor: torch.Tensor) -> torch.Tensor:
     return last_bits_changed(tensor) if tensor.is_floating_point() else tensor
 
 
-def _without_flips(noise: Mapping[str, Noise], choice: Tensor | None, truth: Tensor | None) -> dict[str, Noise]:
+def _without_flips(
+    noise: Mapping[str, Noise], choice: Tensor | None, truth: Tensor | None, feeds: Sequence[Fed]
+) -> dict[str, Noise]:
     """The noise without tokens whose experts the port chooses otherwise: taps after the router differ there anyway."""
     if choice is None or truth is None or choice.shape != truth.shape:
         return dict(noise)
-    alike = ~flips(choice, truth)
+    flipped, reach = flips(choice, truth), {one.name: one.reach for one in feeds}
     return {
-        name: replace(one, compared=one.compared & alike) if name in AFTER_ROUTER else one
+        name: replace(one, compared=one.compared & ~reached(flipped, reach.get(name, 0)))
+        if name in AFTER_ROUTER
+        else one
         for name, one in noise.items()
     }
 

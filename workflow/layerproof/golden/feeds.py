@@ -1,7 +1,8 @@
 """Measures which taps of a golden stage feed each other, so that the golden's files can say it of any model.
 
 Which operation uses whose result is followed through one run on a few tokens: every tap's tensor is a mark, and a later
-tap is fed by the marks that it was computed from without another mark between them.
+tap is fed by the marks that it was computed from without another mark between them. Another run for each choice, with
+another one at the first token, shows how far it reaches.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerproof.golden.transformers_stage import run_stage
-from layerproof.measure.routing import selection_of
+from layerproof.measure.routing import CHOICE, selection_of
 from layerproof.taps import OUT, Edit, Fed, is_choice, is_optional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = 8
-"""Tokens of the first prompt that the run takes: what feeds what does not depend on them."""
+"""Tokens of the longest prompt that the run takes: what feeds what does not depend on them."""
+TO_THE_END = 1 << 30
+"""The reach of a choice that changes all tokens behind its own, as far as was measured."""
+CHANGED = 1e-4
+"""Relative change of a token in fp32 that is none of rounding: experts that get other tokens sum in another order."""
 
 
 def measure(
@@ -39,31 +44,60 @@ def measure(
     The model is loaded with the stage's weights; the other arguments are those of `run_stage`.
     """
     # What is handed over may choose among all tokens.
-    few = (slice(0, 1), slice(0, None if handed else TOKENS))
+    row = int(valid.sum(1).argmax())
+    few = (slice(row, row + 1), slice(0, None if handed else TOKENS))
     given = {name: tensor[few] for name, tensor in handed.items()}
-    flow = _Flow()
+    inputs = model, stage, None if stage_input is None else stage_input[few], token_ids[few], valid[few]
+    flow = _Flow({selection_of(name): name for name in names if is_choice(name)})
     edits = {name: flow.mark(name) for name in names}
     with flow:
-        run_stage(
-            *(model, stage, None if stage_input is None else stage_input[few], token_ids[few], valid[few]),
-            edits=edits,
-            own_taps=own_taps,
-            handed=given,
-        )
+        run_stage(*inputs, edits=edits, own_taps=own_taps, handed=given)
+    reach = dict.fromkeys(names, 0)
+    choices = list(filter(is_choice, names))
+    taps = run_stage(*inputs, own_taps=own_taps, handed=given) if choices else {}
+    for choice in choices:
+        other = run_stage(*inputs, forced={choice: _another(taps, choice)}, own_taps=own_taps, handed=given)
+        reach |= {name: max(reach[name], _reach(taps[name], other.get(name))) for name in names}
     fed_by = {name: set(flow.fed_by.get(name, ())) for name in names}
-    for name in filter(is_choice, names):
+    for name in choices:
         fed_by[name] |= {selection_of(name)} - {name}  # some selections are copies, which show what is masked
     return [
-        Fed(name, tuple(one for one in names if one in fed_by[name]), optional=is_optional(name, own_taps))
+        Fed(name, tuple(one for one in names if one in fed_by[name]), is_optional(name, own_taps), reach[name])
         for name in names
     ]
 
 
-class _Flow(TorchDispatchMode):
-    """Notes for each storage the marks that its values were computed from. Views share the storage and its marks."""
+def _another(taps: Mapping[str, torch.Tensor], choice: str) -> torch.Tensor:
+    """A choice that is another one at the first token: the places behind, or the other side of a threshold."""
+    other = taps[choice].clone()
+    if other.is_floating_point():
+        other[:, 0] = torch.where(other[:, 0] > 0, -1.0, 1.0).to(other.dtype)
+    else:
+        sized = (selection_of(choice), *(("router.weights", "router.logits") if choice == CHOICE else ()))
+        places = next((taps[name].shape[-1] for name in sized if name in taps), int(other.max()) + 1)
+        other[:, 0] = (other[:, 0] + 1) % places
+    return other
 
-    def __init__(self) -> None:
+
+def _reach(tap: torch.Tensor, other: torch.Tensor | None) -> int:
+    """The last token, counted from 0, at which a tap is another one; TO_THE_END if none behind it is left."""
+    if other is None or other.shape != tap.shape or not tap.is_floating_point() or tap.ndim < 2 or tap.shape[1] < 2:
+        return 0
+    before, after = (one.nan_to_num().double().reshape(*one.shape[:2], -1) for one in (tap, other))
+    changed = ((after - before).norm(dim=2) > CHANGED * before.norm(dim=2)).any(0).nonzero()
+    last = int(changed.max()) if changed.numel() else 0
+    return TO_THE_END if last == tap.shape[1] - 1 else last
+
+
+class _Flow(TorchDispatchMode):
+    """Notes for each storage the marks that its values were computed from. Views share the storage and its marks.
+
+    `choices` has the choice that is made of each selection: what else is computed from its top-k has its mark, too.
+    """
+
+    def __init__(self, choices: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__()
+        self.choices = choices
         self.fed_by: dict[str, frozenset[str]] = {}
         self._marks: dict[int, frozenset[str]] = {}
         self._kept: list[torch.Tensor] = []
@@ -86,6 +120,8 @@ class _Flow(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         marks = self._marks_of(_tensors((args, kwargs)))
+        if func is torch.ops.aten.topk.default:
+            marks |= {self.choices[name] for name in marks & set(self.choices)}
         if marks:
             written = [
                 value

@@ -141,7 +141,9 @@ def make_stage(
     measured_feeds = feeds.measure(twin, stage, truth_input, ids, valid, alike, settings.golden.taps, given)
     measured_feeds = _without_unused_choices(measured_feeds)
     golden = {fed.name: golden[fed.name] for fed in measured_feeds}
-    documents[hdf5.TAPS] = [asdict(one) for one in measured_feeds]
+    documents[hdf5.TAPS] = [
+        {key: value for key, value in asdict(one).items() if value or key != "reach"} for one in measured_feeds
+    ]
     if layer_of(stage) is not None:
         untapped = modules_without_tap(stage_module(model, stage))
         attributes |= {"without_tap": ", ".join(untapped)} if untapped else {}

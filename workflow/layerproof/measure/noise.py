@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layerproof.measure.groups import by_expert, groups_of, relative, unit_ratio
-from layerproof.measure.routing import AFTER_ROUTER, CHOICE, choice_flips, choices_of_taps, experts_chosen
+from layerproof.measure.routing import AFTER_ROUTER, CHOICE, choice_flips, choices_of_taps, experts_chosen, reached
 from layerproof.taps import Fed
 from layerproof.tensors.tensor import CHUNK_ELEMENTS, Tensor, blocks, is_finite, is_same, token_numbers
 from layerproof.threads import mapped
@@ -87,10 +87,12 @@ def noise_of_taps(
         choice: np.logical_or.reduce([choice_flips(draw, truth, choice) for draw in draws])
         for choice in dict.fromkeys(choice for of in before.values() for choice in of)
     }
+    reach = {one.name: one.reach for one in fed}
     experts = experts_chosen(truth) if CHOICE in truth else None
 
     def of_tap(name: str) -> Noise:
         left_out = np.logical_or.reduce([np.zeros_like(valid), *(flipped[choice] for choice in before[name])])
+        left_out = reached(left_out, reach.get(name, 0))
         compared = valid & ~left_out
         return measure(
             _distinct([draw[name] for draw in draws], compared),

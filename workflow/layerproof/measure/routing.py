@@ -304,6 +304,13 @@ def choices_of_taps(names: Collection[str], fed: Sequence[Fed]) -> dict[str, lis
     return found
 
 
+def reached(flips: np.ndarray, reach: int) -> np.ndarray:
+    """Marks the tokens of a tap, bool [batch, seq], that `flips` change: their own, and `reach` tokens behind each."""
+    places = np.arange(flips.shape[1])
+    last = np.maximum.accumulate(np.where(flips, places, -1), axis=1)
+    return (last >= 0) & (places - last <= reach)
+
+
 def selection_of(choice: str) -> str:
     """The name of the tap with the values that a choice is made by."""
     return choice.replace("choice", "selection")

@@ -311,7 +311,8 @@ def dtypes(file: h5py.File, group: str) -> dict[str, str]:
 def feeds(file: h5py.File) -> list[Fed]:
     """Returns a golden's taps in order, each with the taps that feed it; empty for a file that does not state it."""
     return [
-        Fed(entry["name"], tuple(entry["fed_by"]), entry["optional"]) for entry in document_if_there(file, TAPS) or ()
+        Fed(entry["name"], tuple(entry["fed_by"]), entry["optional"], entry.get("reach", 0))
+        for entry in document_if_there(file, TAPS) or ()
     ]
 
 
