@@ -1,8 +1,9 @@
 """Writes docs/families.md from what `make families` and `make false-alarms` found with one seed each.
 
-    python tests/families/table.py --seed N --alarms-seed S
+    python tests/families/table.py --seed N --alarms-seed S [--again TYPE ...]
 
-Reads results/families.jsonl and results/false_alarms.jsonl.
+Reads results/families.jsonl and results/false_alarms.jsonl. `--again` names the rows that were wrong at first and were made
+again after what was wrong was mended.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ is right if it is the first that changes when transformers runs the stage in fp3
 """
 
 
-def page(survey: Sequence[dict[str, Any]], alarms: Sequence[dict[str, Any]]) -> str:
+def page(survey: Sequence[dict[str, Any]], alarms: Sequence[dict[str, Any]], again: Sequence[str]) -> str:
     """The text of docs/families.md."""
     seed, of_alarms = survey[0]["seed"], alarms[0]["seed"] if alarms else None
     installed = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in PACKAGES)
     made = [f"make families SEED={seed}", *([f"make false-alarms N=1000 SEED={of_alarms}"] if alarms else [])]
     text = HEAD + f"Made on {datetime.date.today()} with {installed},\nby `{'` and `'.join(made)}` on two cores.\n\n"
     text += figures(survey)
+    if again:
+        text += f"- wrong at first, and made again after a mend: {', '.join(f'`{name}`' for name in again)}\n"
     if alarms:
         text += (
             f"- {false_alarms.summary(alarms)};\n  drawn families, sizes, dtypes of golden and port, prompts (short, long,\n"
@@ -97,10 +100,11 @@ def main() -> None:
     parser.add_argument("--alarms-seed", type=int)
     parser.add_argument("--families", type=Path, default=REPOSITORY / "results/families.jsonl")
     parser.add_argument("--alarms", type=Path, default=REPOSITORY / "results/false_alarms.jsonl")
+    parser.add_argument("--again", nargs="*", default=[])
     args = parser.parse_args()
     survey = [one for one in rows.read(args.families) if one["seed"] == args.seed]
     alarms = [one for one in rows.read(args.alarms) if one["seed"] == args.alarms_seed]
-    PAGE.write_text(page(survey, alarms))
+    PAGE.write_text(page(survey, alarms, args.again))
 
 
 if __name__ == "__main__":
