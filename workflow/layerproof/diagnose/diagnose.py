@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from layerproof.compare.audit import moved_by_compiling
-from layerproof.compare.relaid import as_golden, at_last_tokens, can_be_forced
+from layerproof.compare.relaid import PADDED_LEFT, as_golden, at_last_tokens, can_be_forced
 from layerproof.compare.stage import compare_taps
 from layerproof.config import Config, changed
 from layerproof.diagnose.faults import DICTIONARY, Fault, GoldenStage, NotApplicable
@@ -35,7 +35,7 @@ from layerproof.measure.rule import excess, failing_limit
 from layerproof.model import handed, loading
 from layerproof.model.experts import EXPERT_BY_EXPERT, register
 from layerproof.model.tokens import Tokens
-from layerproof.taps import OUT, PAD_ON_THE_RIGHT, Fed, canonical_after, merged, unseen_before
+from layerproof.taps import OUT, Fed, canonical_after, merged, unseen_before
 from layerproof.tensors import hdf5
 from layerproof.tensors.tensor import Tensor, is_finite
 from layerproof.wording import times
@@ -180,7 +180,8 @@ def _diagnose(
     with hdf5.reading(files.golden) as file:
         feeds = hdf5.feeds(file)
     given = hdf5.read_group(files.forced, "port")
-    isolated, forced = (as_golden(taps, wanted)[0] for taps in (hdf5.read_group(files.port, "port"), given))
+    isolated, _ = as_golden(hdf5.read_group(files.port, "port"), wanted)
+    forced, layouts = as_golden(given, wanted)
     isolated[OUT], valid = at_last_tokens(stage.name, isolated[OUT], wanted[OUT], stage.tokens.valid)
     forced[OUT], _ = at_last_tokens(stage.name, forced[OUT], wanted[OUT], stage.tokens.valid)
     # A tap that the port did not hand over in a layout that is the golden's without doubt could not be forced on the port,
@@ -206,7 +207,7 @@ def _diagnose(
     local = compare_taps(stage.name, forced, wanted, local_truth, local_noise, valid, stage.limit, fed=feeds)["taps"]
     wrong = [name for name, tap in local.items() if tap["status"] == "fail"]
     # A tap that could not be read could not be forced either: what lies behind it is not known.
-    wrong = [name for name in wrong if PAD_ON_THE_RIGHT in local[name]["reason"]] or wrong
+    wrong = [name for name in wrong if layouts.get(name) == PADDED_LEFT] or wrong
     if wrong:
         culprits = [_explain(bench, name, local[name], True) for name in wrong]
     else:
