@@ -12,7 +12,7 @@ MASK = torch.ones(4, 4).tril()
 
 
 class Masked(LlamaForCausalLM):
-    """A model with a buffer of its own, which it computes again only if it is told to initialise itself."""
+    """A model with a mask, which `_init_weights` computes again."""
 
     computes_again = True
 
