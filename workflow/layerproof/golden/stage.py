@@ -106,7 +106,8 @@ def make_stage(
     except IndexError as error:
         raise _too_long(stage, model, tokens) or error from None
     except RuntimeError as error:
-        if reads == OWN or stage_input is None or stage_input.dtype == dtype:
+        is_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if is_of_memory or reads == OWN or stage_input is None or stage_input.dtype == dtype:
             raise
         raise StageError(
             f"{stage}: its captured input is {hdf5.dtype_name(stage_input)}, with numbers that {settings.golden.dtype} does "
