@@ -398,7 +398,7 @@ PATHS: list[Row] = [
     ("a path of the home folder", _named("~/no such checkpoint"), "does not exist"),
     ("a file in place of a folder", lambda case: _named(str(case.checkpoint / SINGLE))(case), "is a file"),
     ("an empty folder", lambda case: [path.unlink() for path in case.checkpoint.iterdir()], "does not exist"),
-    ("an adapter beside the model", _with_adapter, None),
+    ("an adapter beside the model", _with_adapter, "adapter beside the model"),
     ("an adapter alone", _adapter_alone, "adapter"),
 ]
 

@@ -186,8 +186,14 @@ def shards(directory: Path) -> list[str]:
     """Returns the file names of the checkpoint's shards.
 
     Raises:
-        UserError: if there are no safetensors, or the index is unreadable or names files outside this directory.
+        UserError: if there are no safetensors, the index is unreadable or names files outside this directory, or an
+            adapter lies beside them: transformers would apply it, and Layerproof does not.
     """
+    if (directory / ADAPTER).exists():
+        raise UserError(
+            f"{directory / ADAPTER}: is an adapter beside the model, which Layerproof does not apply. Merge it into the "
+            "model (merge_and_unload of peft) and name the merged checkpoint, or move the adapter elsewhere."
+        )
     if (directory / INDEX).exists():
         try:
             names = sorted(set(read_json(directory / INDEX)["weight_map"].values()))
