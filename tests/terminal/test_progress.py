@@ -64,6 +64,15 @@ def test_a_comparison_says_its_verdict_and_how_many_stages_are_left():
     assert second.startswith("layer_000  fail     attn.q ") and "times too far off  (3 stages left" in second
 
 
+def test_taps_that_the_port_does_not_hand_over_are_counted_apart():
+    names = ("attn.q", "attn.k", "out")
+    leave([reports.compared("layer_000", missing=("attn.q", "attn.k"), names=names)])
+    run = progress()
+    list(run.start(1, job("compare", "layer_000")))
+    (line,) = words(run.finish(1))
+    assert line.startswith("layer_000  pass     1 tap (2 missing), with at most ")
+
+
 def test_the_estimate_counts_the_jobs_that_are_left():
     run = progress()
     assert run.estimate() is None
