@@ -2,6 +2,7 @@
 
 import pytest
 from test_port import SETTINGS, failures, run
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from layerproof.errors import StageError
 from layerproof.failures import as_stage_error
@@ -47,6 +48,23 @@ def test_a_patch_that_does_nothing_leaves_the_model_as_it_is(golden, tmp_path):
     assert patched(golden, tmp_path, "def patch(model, part, stage):\n    pass\n") == {}
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "own = torch.nn.SiLU(); part.mlp.act_fn = own",
+        "own = torch.nn.SiLU(); part.mlp.act_fn.forward = own.forward",
+        "own = torch.nn.SiLU(); part.mlp.forward = lambda x: m(part.mlp, own, x)",
+        "own = torch.nn.SiLU(); from transformers.models.qwen3 import modeling_qwen3 as file; "
+        "file.Qwen3MLP.forward = lambda self, x: m(self, own, x)",
+    ],
+    ids=["module", "forward of a module", "function", "function of the class"],
+)
+def test_a_module_that_a_patch_makes_may_come_in_any_way(golden, tmp_path, monkeypatch, body):
+    monkeypatch.setattr(Qwen3MLP, "forward", Qwen3MLP.forward)  # is put back
+    mlp = "def m(self, act, x):\n    return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))\n"
+    assert patched(golden, tmp_path, f"import torch\n{mlp}def patch(model, part, stage):\n    {body}\n") == {}
+
+
 def test_a_kernel_that_computes_the_same_passes(golden, tmp_path):
     assert patched(golden, tmp_path, NORM.replace("EPS", "1e-06"), {"eps": 1e-6}) == {}
 
@@ -66,6 +84,7 @@ def test_a_kernel_that_does_not_fails_at_its_own_tap(golden, tmp_path):
         ),
         ("part.no_such_module.weight", "no_such_module"),
         ("return torch.nn.Identity()", "layer_001: patch() returns a Identity, which nothing uses. Change part itself"),
+        ("part = torch.nn.Identity()", "layer_001: patch() makes a Identity, but changes nothing in the model"),
     ],
 )
 def test_a_patch_that_goes_wrong_is_told(golden, tmp_path, body, message):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -275,21 +277,56 @@ def _patch(job: StageRun, patch: Patch, model: nn.Module) -> None:
     """Lets a port change the stage's module in a model of transformers.
 
     Raises:
-        StageError: if it returns something, or a parameter of the stage has no value then.
+        StageError: if it returns something, makes a module and changes nothing, or leaves a parameter of the stage without
+            a value.
     """
     from layerproof.golden.transformers_stage import stage_module
 
     part = stage_module(cast("Any", model), job.stage)
-    returned: Any = patch(model, part, _described_stage(job))
+    before = _held(model)
+    with _modules_made() as made:
+        returned: Any = patch(model, part, _described_stage(job))
     if all(returned is not one for one in (None, part, model)):
         raise StageError(
             f"{job.stage}: patch() returns a {type(returned).__name__}, which nothing uses. Change part itself, such as by "
             "part.mlp = ..., and return nothing."
         )
+    after = _held(model)
+    if made and len(before) == len(after) and all(map(operator.is_, before, after)):
+        raise StageError(
+            f"{job.stage}: patch() makes a {type(made[0]).__name__}, but changes nothing in the model. Put the module into "
+            "part, such as by part.mlp = ...; part = ... only names it."
+        )
     part = stage_module(cast("Any", model), job.stage)  # which a patch may replace as a whole
     left = [name for name, tensor in (*part.named_parameters(), *part.named_buffers()) if tensor.is_meta]
     if left:
         raise StageError(f"{job.stage}: patch() leaves {left[0]} without a value. Create it on the CPU.")
+
+
+@contextlib.contextmanager
+def _modules_made() -> Iterator[list[nn.Module]]:
+    """Collects the modules that are made meanwhile."""
+    made: list[nn.Module] = []
+    plain = nn.Module.__init__
+
+    def initialise(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        plain(self, *args, **kwargs)
+
+    nn.Module.__init__ = initialise
+    try:
+        yield made
+    finally:
+        nn.Module.__init__ = plain
+
+
+def _held(model: nn.Module) -> list[Any]:
+    """What a patch may change: all that the modules of a model, their classes, its config and its file hold."""
+    holders: list[Mapping[str, Any]] = [vars(model.config), vars(sys.modules[type(model).__module__])]
+    for module in model.modules():
+        holders += [vars(module), *(value for value in vars(module).values() if isinstance(value, dict))]
+        holders += [vars(one) for one in type(module).__mro__]
+    return [value for holder in holders for value in holder.values()]
 
 
 def _described_stage(job: StageRun) -> Stage:
