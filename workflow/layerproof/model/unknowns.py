@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,15 @@ class Unknowns(TorchDispatchMode):
         self._values[id(unknown)] = unknown, value  # the tensor too, so that no other gets its id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        flat, spec = tree_flatten((args, kwargs or {}))
-        for place, value in enumerate(flat):
-            if isinstance(value, torch.Tensor):
-                if id(value) in self.watched:
-                    self.used.add(self.watched[id(value)])
-                flat[place] = self._values.get(id(value), (value, value))[1]
-        is_unknown = any(isinstance(value, torch.Tensor) and value.is_meta for value in flat)
+        arguments = [self._known(one) for one in args]
+        named = {name: self._known(one) for name, one in (kwargs or {}).items()}
+        is_unknown = any(map(_is_unknown, (*arguments, *named.values())))
         if is_unknown:
-            _check_not_written(func, flat[0] if flat else None)
+            _check_not_written(func, arguments[0] if arguments else None)
             if args and id(args[0]) in self.inside and _writes_first(func):
                 self._note_write(func, args[1:], kwargs or {}, self.inside[id(args[0])])
-            flat = [_unknown(value) if isinstance(value, torch.Tensor) else value for value in flat]
-        arguments, named = cast("tuple[tuple, dict[str, Any]]", tree_unflatten(flat, spec))
+            arguments = [_unknown(one) for one in arguments]
+            named = {name: _unknown(one) for name, one in named.items()}
         device = named.get("device")
         if device is not None and (is_unknown or torch.device(device).type == "meta"):
             named["device"] = torch.device("meta") if is_unknown else self.device
@@ -98,6 +94,14 @@ class Unknowns(TorchDispatchMode):
             if is_unknown and DATA_DEPENDENT.intersection(func.tags):
                 raise CannotKnow(f"{func} needs values that depend on weights of other stages") from error
             raise
+
+    def _known(self, value: Any) -> Any:
+        """An argument of an operation with what was learnt of it; notes the watched tensors. Faster than torch's trees."""
+        if isinstance(value, torch.Tensor):
+            if id(value) in self.watched:
+                self.used.add(self.watched[id(value)])
+            return self._values.get(id(value), (value, value))[1]
+        return [self._known(one) for one in value] if isinstance(value, (list, tuple)) else value
 
     def _note_write(self, func: Any, others: tuple, kwargs: Mapping[str, Any], name: str) -> None:
         if any(isinstance(value, torch.Tensor) for value in tree_flatten((others, kwargs))[0]):
@@ -113,10 +117,10 @@ class _Numbers(TorchFunctionMode):
         self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        named = dict(kwargs or {})
+        named = kwargs or {}
         has_device = func in (torch.tensor, torch.as_tensor) and named.get("device") is not None
         if has_device and torch.device(named["device"]).type == "meta" and not isinstance(args[0], torch.Tensor):
-            named["device"] = self.device
+            named = named | {"device": self.device}
         return func(*args, **named)
 
 
@@ -140,8 +144,17 @@ def _writes_first(func: Any) -> bool:
     return info is not None and info.is_write
 
 
-def _unknown(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
+def _is_unknown(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_is_unknown, value))
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _unknown(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unknown(one) for one in value]
+    is_known = isinstance(value, torch.Tensor) and not value.is_meta
+    return torch.empty_like(value, device="meta") if is_known else value
 
 
 def unknown_tensor() -> torch.Tensor:
