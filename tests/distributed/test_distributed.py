@@ -22,7 +22,7 @@ WORK = """
     import torch
     import torch.distributed as dist
     from layerproof.distributed import process_group as distributed
-    from layerproof.distributed.process_group import DistributedError
+    from layerproof.distributed.errors import DistributedError
 
     {before}
     try:

@@ -48,6 +48,25 @@ def test_each_rank_has_its_number_and_all_can_talk(monkeypatch):
     assert all(one.peak_rss_bytes > 1 << 20 for one in done)
 
 
+def test_groups_that_ranks_create_in_another_order_end_the_job():
+    def work(rank):
+        import torch.distributed as dist
+
+        from layerproof.distributed import process_group
+
+        process_group.initialise("cpu")
+        for members in ([0], [1]) if rank == 0 else ([1], [0]):
+            dist.new_group(members)
+
+    with pytest.raises(StageError) as raised:
+        ranks.run(2, work)
+    at = f"at {__file__}:{work.__code__.co_firstlineno + 7}"
+    differ = f"rank 0 creates new_group([0]) {at}; rank 1 creates new_group([1]) {at}"
+    assert f"group 0 is not the same on all ranks: {differ}. All ranks must create all groups in one order." in str(
+        raised.value
+    )
+
+
 def what_ranks_begin_with(device, folder):
     from layerproof.port.verbs import by_ranks
 

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from layerproof.distributed import ledger
+from layerproof.distributed.errors import DistributedError
 from layerproof.distributed.marks import free_port, mark
 
 BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
-
-
-class DistributedError(RuntimeError):
-    """The process group could not be formed; the message says why, in one line."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,8 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
                 f"rank {rank}: cannot form a process group at {address} ({error}). Check MASTER_ADDR and MASTER_PORT."
             ) from error
         mark(rank, "process group is up")
+        if world_size > 1:
+            ledger.watch()
     elif (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         there = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         raise DistributedError(

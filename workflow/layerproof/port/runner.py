@@ -17,6 +17,7 @@ import torch
 from layerproof import config
 from layerproof.config import Config
 from layerproof.distributed import process_group
+from layerproof.distributed.errors import DistributedError
 from layerproof.errors import StageError, UserError
 from layerproof.model.tokens import Tokens
 from layerproof.port.contract import Patch, Port
@@ -53,7 +54,7 @@ class Runner:
             os.environ["NXD_CPU_MODE"] = str(int(on_cpu))  # before any of its modules is imported
         try:
             environment = process_group.initialise("cpu" if on_cpu else "xla", port.device)
-        except process_group.DistributedError as error:
+        except DistributedError as error:
             raise UserError(str(error)) from error.__cause__
         module, default_dtype = _loaded(port.module) if port.module else (None, torch.float32)
         torch.set_default_dtype(default_dtype)

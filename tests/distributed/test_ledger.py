@@ -1,0 +1,150 @@
+"""Groups that ranks create otherwise are told before torch connects them, in four forked ranks over gloo."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from layerproof.distributed import ledger
+from layerproof.port import ranks
+
+pytestmark = pytest.mark.slow
+
+SOON = timedelta(seconds=5)
+PAIRS = [[0, 1], [2, 3]]
+
+
+def in_ranks(work, watched=True):
+    """What each of four ranks returns, or the error that it ends with."""
+
+    def run(rank):
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        if watched:
+            ledger.watch(SOON)
+        try:
+            return work(rank)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+
+    return [done.value for done in ranks.run(4, run)]
+
+
+def line(work, lines):
+    """Where a line of `work` is, counted from its `def`."""
+    return f"{__file__}:{work.__code__.co_firstlineno + lines}"
+
+
+def summed(group):
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def test_equal_groups_and_meshes_are_created_as_without_a_ledger():
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        pair = [dist.new_group(one) for one in PAIRS][rank // 2]
+        everyone = dist.new_group()
+        own = dist.new_group(PAIRS[rank // 2], use_local_synchronization=True)
+        groups = [mesh.get_group("pp"), mesh.get_group("tp"), pair, everyone, own]
+        return [summed(group) for group in groups], dict(ledger._current[0][1].pages)
+
+    first, second = [2.0, 1.0, 1.0, 6.0, 1.0], [4.0, 1.0, 1.0, 6.0, 1.0]
+    sums, pages = zip(*in_ranks(work), strict=True)
+    assert sums == (first, second, [2.0, 5.0, 5.0, 6.0, 5.0], [4.0, 5.0, 5.0, 6.0, 5.0])
+    assert pages == ({"all": 4, "0,1": 1},) * 2 + ({"all": 4, "2,3": 1},) * 2, "a mesh is one entry"
+
+
+def test_groups_in_another_order_are_told_to_all_ranks_before_they_are_crossed():
+    def work(rank):
+        for members in PAIRS if rank < 2 else PAIRS[::-1]:
+            dist.new_group(members)
+
+    at = line(work, 2)
+    for rank, told in enumerate(in_ranks(work)):
+        assert told == (
+            f"DistributedError: rank {rank}: group 0 is not the same on all ranks: ranks 0 and 1 create new_group([0, 1]) "
+            f"at {at}; ranks 2 and 3 create new_group([2, 3]) at {at}. All ranks must create all groups in one order."
+        )
+
+
+def test_a_rank_that_skips_a_group_is_told_at_the_deadline_with_the_last_one_that_it_created():
+    def work(rank):
+        dist.new_group([0, 1])
+        if rank == 3:
+            time.sleep(SOON.total_seconds() + 1)
+            return None
+        return dist.new_group([2, 3])
+
+    *told, away = in_ranks(work)
+    assert away is None
+    for rank, one in enumerate(told):
+        assert one.startswith(f"DistributedError: rank {rank}: rank 3 did not come to group 1, new_group([2, 3]) at ")
+        assert f"within 5 s; the last of rank 3 is new_group([0, 1]) at {line(work, 1)}. Every rank must" in one
+
+
+def test_groups_that_only_their_members_create_are_told():
+    """As in pull request 15805 of sglang: each half creates the group of its own ranks."""
+
+    def work(rank):
+        dist.new_group(PAIRS[rank // 2])
+
+    for told in in_ranks(work):
+        assert "ranks 0 and 1 create new_group([0, 1])" in told and "ranks 2 and 3 create new_group([2, 3])" in told
+
+
+def test_a_rank_that_is_at_another_group_with_other_members_is_told():
+    def work(rank):
+        members = [0, 1] if rank < 2 else [2, 3]
+        dist.new_group(members, use_local_synchronization=rank != 1)
+
+    told = in_ranks(work)
+    assert "rank 1 did not come to group 0, new_group([0, 1])" in told[0]
+    assert f"the last of rank 1 is new_group([0, 1]) at {line(work, 2)}" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("others", "last"),
+    [
+        (lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp")), lambda: init_device_mesh("cpu", (4,))),
+        (
+            lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp")),
+            lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp")),
+        ),
+        (lambda: dist.new_group([0, 1]), lambda: dist.new_group([0, 1], backend="gloo")),
+        (lambda: dist.new_group([0, 1]), lambda: dist.new_group()),
+        (lambda: dist.new_group([0, 1]), lambda: init_device_mesh("cpu", (4,))),
+    ],
+    ids=["shapes of meshes", "names of meshes", "backends", "members", "group and mesh"],
+)
+def test_what_differs_on_one_rank_is_told(others, last):
+    told = in_ranks(lambda rank: last() if rank == 3 else others())
+    for one in told:
+        assert "group 0 is not the same on all ranks: ranks 0, 1 and 2 create " in one and "; rank 3 creates " in one
+
+
+def test_a_second_default_group_has_a_ledger_of_its_own():
+    def work(rank):
+        dist.new_group([0, 1])
+        store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+        dist.new_group([0, 1] if rank < 2 else [2, 3])
+
+    for told in in_ranks(work):
+        assert "group 0 is not the same on all ranks" in told
+
+
+def test_modules_that_imported_the_functions_before_are_watched_too_until_it_is_taken_back():
+    plain = dist.new_group, init_device_mesh
+    ledger.watch()
+    ledger.watch()
+    try:
+        assert dist.distributed_c10d.new_group is dist.new_group is dist.device_mesh.new_group is not plain[0]
+        assert init_device_mesh is dist.init_device_mesh is not plain[1], "this module's own name, too"
+    finally:
+        ledger.unwatch()
+    assert (dist.new_group, init_device_mesh, dist.device_mesh.new_group) == (*plain, plain[0])
