@@ -24,7 +24,7 @@ VERBS = {
     "golden.verbs": ("golden", "import-golden", "import-preflight", "export"),
     "port.verbs": ("port", "chain", "captured"),
     "compare.verbs": ("compare", "compare-chain", "bisect"),
-    "host.verbs": ("predict", "preflight"),
+    "host.verbs": ("predict", "preflight", "watch"),
     "diagnose.verbs": ("teacher-force", "diagnose"),
     "report.verbs": (
         "audit",
@@ -42,7 +42,20 @@ VERBS = {
     ),
 }
 """The verbs of each module of Layerproof."""
-ORDER = ("init", "run", "gate", "diff", "verify", "rerun", "audit", "preflight", "why", "snakefile", "make-tiny")
+ORDER = (
+    "init",
+    "run",
+    "gate",
+    "diff",
+    "verify",
+    "rerun",
+    "audit",
+    "preflight",
+    "watch",
+    "why",
+    "snakefile",
+    "make-tiny",
+)
 """Verbs for people, as the help page lists them."""
 
 
@@ -89,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
         own, behind_dashes = _parted(argv)
         args = parser(own[0] if own else None).parse_args(own)
         verb, args.behind_dashes = args.verb, behind_dashes
-        if behind_dashes and verb != "run":
+        if behind_dashes and verb not in ("run", "watch"):
             raise UserError(f"--: {verb} takes nothing behind it. Leave it out.")
         return args.action(args) or 0
     except BrokenPipeError:  # of `layerproof audit | head`

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-from layerproof.distributed.errors import DistributedError
+from .errors import DistributedError
 
 GOODBYE = timedelta(seconds=5)
 """How long the rank that hosts the store waits, before it raises, for others to read what went wrong."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layerproof.distributed import ledger
-from layerproof.distributed.errors import DistributedError
-from layerproof.distributed.marks import free_port, mark
+from . import ledger
+from .errors import DistributedError
+from .marks import free_port, mark
 
 BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
 

@@ -1,4 +1,4 @@
-"""Verbs that say what a run will take, and whether a host has it."""
+"""Verbs that say what a run will take and whether a host has it, and that watch a program of ranks on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from layerproof.errors import UserError
 from layerproof.failures import as_stage_error
 from layerproof.files import read_json, write_json
-from layerproof.rerun.command import Verbs, add_job_verb, only_job, run_tasks, task
+from layerproof.rerun.command import Verbs, add_job_verb, add_person_verb, only_job, run_tasks, task
 
 if TYPE_CHECKING:
     from layerproof.config import Config
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_verbs(verbs: Verbs) -> None:
-    """Adds `predict` and `preflight` to the command line."""
+    """Adds `predict`, `preflight` and `watch` to the command line."""
     text = "Predicts the memory of each job and the disk space of the run."
     add_job_verb(verbs, "predict", predict, text, "weights", "tokens", "config")
     text = "Checks whether this host can run a side: libraries, devices, memory, disk and checkpoint."
@@ -34,6 +34,24 @@ def add_verbs(verbs: Verbs) -> None:
     verb.add_argument("--side", choices=("golden", "port"), required=True)
     verb.add_argument("--config", type=Path, default=Path("config.yaml"), help="config file, without a job file")
     verb.add_argument("--prediction", type=Path, default=Path("results/prediction.json"))
+    watched = add_person_verb(
+        verbs,
+        "watch",
+        watch,
+        "Runs a program whose ranks agree on each process group before torch creates it.",
+        example="layerproof watch -- torchrun --nproc-per-node 4 train.py",
+        exits="that of the program",
+    )
+    text = "seconds that ranks may be apart when they create a group (default: half an hour, as torch)"
+    watched.add_argument("--deadline", type=float, help=text)
+
+
+def watch(args: argparse.Namespace) -> int:
+    from layerproof.host.watch import run
+
+    if not args.behind_dashes:
+        raise UserError("watch: there is no program behind --. Write layerproof watch -- torchrun train.py, say.")
+    return run(args.behind_dashes, args.deadline)
 
 
 def predict(args: argparse.Namespace) -> None:
