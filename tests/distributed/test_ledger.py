@@ -126,6 +126,31 @@ def test_what_differs_on_one_rank_is_told(others, last):
         assert "group 0 is not the same on all ranks: ranks 0, 1 and 2 create " in one and "; rank 3 creates " in one
 
 
+class Slow:
+    """A store that takes its time to answer."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def multi_get(self, keys):
+        time.sleep(1)
+        return self.store.multi_get(keys)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def test_the_rank_that_hosts_the_store_stays_until_all_have_read_what_went_wrong():
+    def work(rank):
+        dist.new_group()
+        if rank == 3:
+            own = ledger._current[0][1]
+            own.store = Slow(own.store)
+        dist.new_group([rank % 2])
+
+    assert all("group 1 is not the same on all ranks" in told for told in in_ranks(work))
+
+
 def test_a_second_default_group_has_a_ledger_of_its_own():
     def work(rank):
         dist.new_group([0, 1])
