@@ -1,5 +1,8 @@
 """Groups that ranks create otherwise are told before torch connects them, in four forked ranks over gloo."""
 
+import shutil
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from configs import REPOSITORY
 from layerproof.distributed import ledger
 from layerproof.port import ranks
 
@@ -173,3 +177,13 @@ def test_modules_that_imported_the_functions_before_are_watched_too_until_it_is_
     finally:
         ledger.unwatch()
     assert (dist.new_group, init_device_mesh, dist.device_mesh.new_group) == (*plain, plain[0])
+
+
+def test_a_copy_of_the_folder_works_without_the_rest_of_layerproof(tmp_path):
+    shutil.copytree(REPOSITORY / "workflow/layerproof/distributed", tmp_path / "mine")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mine.ledger, mine.process_group; mine.ledger.watch(); "
+        "print(mine.process_group.initialise('cpu').world_size, [name for name in sys.modules if 'layerproof' in name])"
+    )
+    ended = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert ended.stdout.endswith("1 []\n"), ended.stderr
