@@ -107,6 +107,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 _inside = threading.local()
+"""Whether this thread is creating a group or a mesh, which creates others in turn."""
 _current: list[tuple[weakref.ref, Ledger]] = []
 """The default group of this process and its ledger, as long as the group is there: a store that is kept keeps its port."""
 
@@ -146,7 +147,7 @@ def _watched(create: Callable, deadline: timedelta, entry_of: Callable) -> Calla
 
     @functools.wraps(create)
     def agreed(*args: Any, **kwargs: Any) -> Any:
-        if getattr(_inside, "mesh", False):
+        if getattr(_inside, "creating", False):
             return create(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
@@ -165,11 +166,11 @@ def _watched(create: Callable, deadline: timedelta, entry_of: Callable) -> Calla
 
 @contextlib.contextmanager
 def _making() -> Iterator[None]:
-    _inside.mesh = True
+    _inside.creating = True
     try:
         yield
     finally:
-        _inside.mesh = False
+        _inside.creating = False
 
 
 def _group_entry(given: dict[str, Any]) -> tuple[str, list[int] | None]:
