@@ -1,15 +1,18 @@
 """Groups that ranks create otherwise are told before torch connects them, in four forked ranks over gloo."""
 
+import multiprocessing
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import new_group
 
 from configs import REPOSITORY
 from layerproof.distributed import ledger
@@ -52,7 +55,7 @@ def test_equal_groups_and_meshes_are_created_as_without_a_ledger():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
         pair = [dist.new_group(one) for one in PAIRS][rank // 2]
         everyone = dist.new_group()
-        own = dist.new_group(PAIRS[rank // 2], use_local_synchronization=True)
+        own = new_group(PAIRS[rank // 2], use_local_synchronization=True)
         groups = [mesh.get_group("pp"), mesh.get_group("tp"), pair, everyone, own]
         return [summed(group) for group in groups], dict(ledger._current[0][1].pages)
 
@@ -103,7 +106,7 @@ def test_groups_that_only_their_members_create_are_told():
 def test_a_rank_that_is_at_another_group_with_other_members_is_told():
     def work(rank):
         members = [0, 1] if rank < 2 else [2, 3]
-        dist.new_group(members, use_local_synchronization=rank != 1)
+        new_group(members, use_local_synchronization=rank != 1)
 
     told = in_ranks(work)
     assert "rank 1 did not come to group 0, new_group([0, 1])" in told[0]
@@ -168,15 +171,38 @@ def test_a_second_default_group_has_a_ledger_of_its_own():
 
 
 def test_modules_that_imported_the_functions_before_are_watched_too_until_it_is_taken_back():
-    plain = dist.new_group, init_device_mesh
+    plain = new_group, init_device_mesh
     ledger.watch()
     ledger.watch()
     try:
-        assert dist.distributed_c10d.new_group is dist.new_group is dist.device_mesh.new_group is not plain[0]
+        assert new_group is dist.distributed_c10d.new_group is dist.device_mesh.new_group is not plain[0]
         assert init_device_mesh is dist.init_device_mesh is not plain[1], "this module's own name, too"
     finally:
         ledger.unwatch()
-    assert (dist.new_group, init_device_mesh, dist.device_mesh.new_group) == (*plain, plain[0])
+    assert (new_group, init_device_mesh, dist.device_mesh.new_group) == (*plain, plain[0])
+
+
+def beside_torch_xla(imported_before):
+    def work(rank):
+        if imported_before:
+            import torch_xla.distributed.xla_backend
+        ledger.watch(SOON)
+        import torch_xla.distributed.xla_backend  # noqa: F401
+
+        ledger.watch(SOON)
+        assert dist.new_group.__name__ == "new_xla_process_group"
+        dist.new_group([0, 1])
+        assert ledger._current[0][1].pages == {"all": 1}
+        dist.new_group([rank % 2])
+
+    return in_ranks(work, watched=False), line(work, 10)
+
+
+@pytest.mark.parametrize("imported_before", [True, False])
+def test_groups_are_watched_once_whenever_torch_xla_replaces_the_function(imported_before):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # in which torch_xla is not imported
+        told, at = process.submit(beside_torch_xla, imported_before).result()
+    assert all(f"create new_group([0]) at {at}" in one for one in told)
 
 
 def test_a_copy_of_the_folder_works_without_the_rest_of_layerproof(tmp_path):

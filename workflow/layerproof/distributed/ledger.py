@@ -121,15 +121,16 @@ def watch(deadline: timedelta = distributed_c10d.default_pg_timeout) -> None:
     inside are one entry. With `use_local_synchronization` the members alone agree. An entry takes a few operations of the
     store.
     """
-    if hasattr(dist.new_group, "_watched"):
+    # torch_xla has a new_group of its own in torch.distributed, which calls the one of distributed_c10d.
+    if hasattr(distributed_c10d.new_group, "_watched"):
         return
-    _replace(dist.new_group, _watched(dist.new_group, deadline, _group_entry))
+    _replace(distributed_c10d.new_group, _watched(distributed_c10d.new_group, deadline, _group_entry))
     _replace(device_mesh.init_device_mesh, _watched(device_mesh.init_device_mesh, deadline, _mesh_entry))
 
 
 def unwatch() -> None:
     """Takes back what `watch` replaced."""
-    for watched in (dist.new_group, device_mesh.init_device_mesh):
+    for watched in (distributed_c10d.new_group, device_mesh.init_device_mesh):
         if original := getattr(watched, "_watched", None):
             _replace(watched, original)
 
@@ -143,17 +144,14 @@ def _replace(old: Callable, new: Callable) -> None:
 
 def _watched(create: Callable, deadline: timedelta, entry_of: Callable) -> Callable:
     """torch's function to create groups, called once all ranks have agreed."""
-    signature = inspect.signature(create)
 
     @functools.wraps(create)
     def agreed(*args: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "creating", False):
             return create(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        if not dist.is_initialized() and create is not dist.new_group:
+        if not dist.is_initialized() and entry_of is _mesh_entry:
             dist.init_process_group()  # as the function itself would
-        what, members = entry_of(given.arguments)
+        what, members = entry_of(*args, **kwargs)
         ledger = _ledger(deadline)
         if members is None or ledger.rank in members:
             ledger.agree(Entry(what, _caller()), members)
@@ -173,26 +171,39 @@ def _making() -> Iterator[None]:
         _inside.creating = False
 
 
-def _group_entry(given: dict[str, Any]) -> tuple[str, list[int] | None]:
+def _group_entry(
+    ranks: Iterable[int] | None = None,
+    timeout: Any = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    *others: Any,
+    **named: Any,
+) -> tuple[str, list[int] | None]:
     """The words of a call of `new_group`, and the ranks that have to agree; None for all."""
-    ranks = None if given["ranks"] is None else list(given["ranks"])
-    backend = f", backend={given['backend']!r}" if given["backend"] else ""
-    listed = "" if ranks is None else str(ranks)
-    return f"new_group({listed}{backend})", ranks if given["use_local_synchronization"] else None
+    members = None if ranks is None else list(ranks)
+    listed = [*([] if members is None else [str(members)]), *([f"backend={backend!r}"] if backend else [])]
+    return f"new_group({', '.join(listed)})", members if use_local_synchronization else None
 
 
-def _mesh_entry(given: dict[str, Any]) -> tuple[str, None]:
+def _mesh_entry(
+    device_type: str, mesh_shape: Iterable[int], *, mesh_dim_names: Iterable[str] | None = None, **named: Any
+) -> tuple[str, None]:
     """The words of a call of `init_device_mesh`, to which all ranks have to come."""
-    names = f", {tuple(given['mesh_dim_names'])}" if given["mesh_dim_names"] else ""
-    return f"init_device_mesh({given['device_type']!r}, {tuple(given['mesh_shape'])}{names})", None
+    names = f", {tuple(mesh_dim_names)}" if mesh_dim_names else ""
+    return f"init_device_mesh({device_type!r}, {tuple(mesh_shape)}{names})", None
 
 
 def _caller() -> str:
     """The line outside torch and this file that creates a group."""
     frame = inspect.currentframe()
-    while frame and (frame.f_code.co_filename == __file__ or frame.f_globals.get("__name__", "").startswith("torch.")):
+    while frame and (frame.f_code.co_filename == __file__ or _is_torchs(frame.f_globals.get("__name__", ""))):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
+
+
+def _is_torchs(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "torch_xla")
 
 
 def _ledger(deadline: timedelta) -> Ledger:
