@@ -28,6 +28,8 @@ def in_ranks(work, watched=True):
     """What each of four ranks returns, or the error that it ends with."""
 
     def run(rank):
+        if dist.is_initialized():  # in the process that this one was forked from, by another test
+            dist.destroy_process_group()
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         if watched:
             ledger.watch(SOON)
