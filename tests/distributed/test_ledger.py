@@ -1,6 +1,7 @@
 """Groups that ranks create otherwise are told before torch connects them, in four forked ranks over gloo."""
 
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -213,5 +214,7 @@ def test_a_copy_of_the_folder_works_without_the_rest_of_layerproof(tmp_path):
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mine.ledger, mine.process_group; mine.ledger.watch(); "
         "print(mine.process_group.initialise('cpu').world_size, [name for name in sys.modules if 'layerproof' in name])"
     )
-    ended = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    start = [sys.executable, "-I", "-c", program]
+    alone = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # none of a launcher's
+    ended = subprocess.run(start, capture_output=True, text=True, cwd=tmp_path, env=alone)
     assert ended.stdout.endswith("1 []\n"), ended.stderr
