@@ -65,6 +65,13 @@ def test_a_module_that_a_patch_makes_may_come_in_any_way(golden, tmp_path, monke
     assert patched(golden, tmp_path, f"import torch\n{mlp}def patch(model, part, stage):\n    {body}\n") == {}
 
 
+@pytest.mark.parametrize("change", ["weight.data.mul_(2)", "weight.data = own(part.mlp.down_proj.weight.data * 2)"])
+def test_a_module_that_a_patch_makes_may_only_help_to_change_weights(golden, tmp_path, change):
+    body = f"own = torch.nn.Identity(); part.mlp.down_proj.{change}"
+    found = patched(golden, tmp_path, f"import torch\ndef patch(model, part, stage):\n    {body}\n")
+    assert next(iter(found)) == "mlp.out"
+
+
 def test_a_kernel_that_computes_the_same_passes(golden, tmp_path):
     assert patched(golden, tmp_path, NORM.replace("EPS", "1e-06"), {"eps": 1e-6}) == {}
 

@@ -26,6 +26,9 @@ from layerproof.port.runner import Runner
 from layerproof.taps import OUT, collecting, forward_place, note_place, tap
 from layerproof.tensors import hdf5
 
+SAMPLED = 1000
+"""About how many numbers of a tensor are looked at for a change."""
+
 
 @dataclass(frozen=True)
 class StageRun:
@@ -283,7 +286,7 @@ def _patch(job: StageRun, patch: Patch, model: nn.Module) -> None:
     from layerproof.golden.transformers_stage import stage_module
 
     part = stage_module(cast("Any", model), job.stage)
-    before = _held(model)
+    held, samples = _held(model), _samples(model)
     with _modules_made() as made:
         returned: Any = patch(model, part, _described_stage(job))
     if all(returned is not one for one in (None, part, model)):
@@ -291,8 +294,7 @@ def _patch(job: StageRun, patch: Patch, model: nn.Module) -> None:
             f"{job.stage}: patch() returns a {type(returned).__name__}, which nothing uses. Change part itself, such as by "
             "part.mlp = ..., and return nothing."
         )
-    after = _held(model)
-    if made and len(before) == len(after) and all(map(operator.is_, before, after)):
+    if made and _equal(operator.is_, held, _held(model)) and _equal(torch.equal, samples, _samples(model)):
         raise StageError(
             f"{job.stage}: patch() makes a {type(made[0]).__name__}, but changes nothing in the model. Put the module into "
             "part, such as by part.mlp = ...; part = ... only names it."
@@ -320,13 +322,28 @@ def _modules_made() -> Iterator[list[nn.Module]]:
         nn.Module.__init__ = plain
 
 
+def _equal[T](same: Callable[[T, T], bool], before: Sequence[T], after: Sequence[T]) -> bool:
+    return len(before) == len(after) and all(map(same, before, after))
+
+
 def _held(model: nn.Module) -> list[Any]:
-    """What a patch may change: all that the modules of a model, their classes, its config and its file hold."""
-    holders: list[Mapping[str, Any]] = [vars(model.config), vars(sys.modules[type(model).__module__])]
-    for module in model.modules():
+    """What a patch may put elsewhere: all that the modules of a model, their classes, its config and its file hold."""
+    modules = list(model.modules())
+    classes = dict.fromkeys(one for module in modules for one in type(module).__mro__)
+    holders: list[Mapping[str, Any]] = [
+        vars(model.config),
+        vars(sys.modules[type(model).__module__]),
+        *map(vars, classes),
+    ]
+    for module in modules:
         holders += [vars(module), *(value for value in vars(module).values() if isinstance(value, dict))]
-        holders += [vars(one) for one in type(module).__mro__]
     return [value for holder in holders for value in holder.values()]
+
+
+def _samples(model: nn.Module) -> list[torch.Tensor]:
+    """Some numbers of each tensor of a model, which a patch may have written to in place."""
+    tensors = (tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
+    return [tensor.flatten()[:: max(1, tensor.numel() // SAMPLED)].clone() for tensor in tensors]
 
 
 def _described_stage(job: StageRun) -> Stage:
