@@ -57,7 +57,7 @@ def test_equal_groups_and_meshes_are_created_as_without_a_ledger():
     def work(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
         pair = [dist.new_group(one) for one in PAIRS][rank // 2]
-        everyone = dist.new_group()
+        everyone = dist.new_group(iter(range(4)))
         own = new_group(PAIRS[rank // 2], use_local_synchronization=True)
         groups = [mesh.get_group("pp"), mesh.get_group("tp"), pair, everyone, own]
         return [summed(group) for group in groups], dict(ledger._current[0][1].pages)

@@ -149,13 +149,16 @@ def _watched(create: Callable, deadline: timedelta, entry_of: Callable) -> Calla
     def agreed(*args: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "creating", False):
             return create(*args, **kwargs)
+        # The words of an entry are made of them, too, and an iterator can be read only once.
+        args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
+        kwargs = {name: list(one) if isinstance(one, Iterator) else one for name, one in kwargs.items()}
         if not dist.is_initialized() and entry_of is _mesh_entry:
             dist.init_process_group()  # as the function itself would
         what, members = entry_of(*args, **kwargs)
         ledger = _ledger(deadline)
         if members is None or ledger.rank in members:
             ledger.agree(Entry(what, _caller()), members)
-        with _making():
+        with _creating():
             return create(*args, **kwargs)
 
     cast("Any", agreed)._watched = create
@@ -163,7 +166,7 @@ def _watched(create: Callable, deadline: timedelta, entry_of: Callable) -> Calla
 
 
 @contextlib.contextmanager
-def _making() -> Iterator[None]:
+def _creating() -> Iterator[None]:
     _inside.creating = True
     try:
         yield
