@@ -40,6 +40,17 @@ def test_ranks_of_torchrun_that_create_groups_in_another_order_are_told(tmp_path
 
 
 @pytest.mark.slow
+def test_a_rank_that_does_not_come_is_told_after_the_deadline(tmp_path):
+    program = CROSSED.format(healthy=True).replace(
+        "for members", "if dist.get_rank() == 0:\n    new_group()\nfor members"
+    )
+    (tmp_path / "skipped.py").write_text(program.replace("([0], [1]) if", "() if"))
+    ended = watched(*TORCHRUN, str(tmp_path / "skipped.py"), flags=("--deadline", "2"))
+    assert ended.returncode == 1
+    assert "rank 0: rank 1 did not come to group 0, new_group()" in ended.stderr and "within 2 s" in ended.stderr
+
+
+@pytest.mark.slow
 def test_a_healthy_program_runs_as_without_it(tmp_path):
     (tmp_path / "healthy.py").write_text(CROSSED.format(healthy=True))
     ended = watched(*TORCHRUN, str(tmp_path / "healthy.py"))

@@ -20,12 +20,12 @@ def run(command: Sequence[str], deadline: float | None) -> int:
     `deadline` is how many seconds ranks may be apart when they create a group; None for torch's own half an hour.
 
     Raises:
-        UserError: if there is no such command.
+        UserError: if the command does not exist or cannot be run.
     """
     behind = os.environ.get("PYTHONPATH")
     variables = {"PYTHONPATH": os.pathsep.join([str(HOOK), *([behind] if behind else [])])}
     if deadline is not None:
-        variables["LAYERPROOF_WATCH_DEADLINE"] = f"{deadline:g}"
+        variables[distributed.DEADLINE] = f"{deadline:g}"
     try:
         process = subprocess.Popen(command, env=os.environ | variables)
     except OSError as error:

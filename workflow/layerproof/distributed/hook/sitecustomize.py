@@ -8,12 +8,11 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from datetime import timedelta
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = "layerproof_watch"
 WATCHED = "torch.distributed"
-DEADLINE = "LAYERPROOF_WATCH_DEADLINE"
-"""The variable with the deadline in seconds; not set for torch's own."""
 
 
 class AfterImport:
@@ -40,11 +39,12 @@ def watch():
     folder = os.path.dirname(HERE)
     file = os.path.join(folder, "__init__.py")
     spec = importlib.util.spec_from_file_location(PACKAGE, file, submodule_search_locations=[folder])
-    assert spec, "its file is there"
-    sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
+    assert spec and spec.loader, "its file is there"
+    package = sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    seconds = os.environ.get(package.DEADLINE)
     ledger = importlib.import_module(f"{PACKAGE}.ledger")
-    seconds = os.environ.get(DEADLINE)
-    ledger.watch(*([ledger.timedelta(seconds=float(seconds))] if seconds else []))
+    ledger.watch(*([timedelta(seconds=float(seconds))] if seconds else []))
 
 
 def run_the_one_behind():
