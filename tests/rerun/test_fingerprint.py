@@ -924,7 +924,7 @@ recorder._is_importing = lambda: False
 seen = {}
 with recorder.recording(seen):
     for path in sorted(library.rglob("*.py")):
-        if path.stem not in ("__main__", "__init__"):
+        if path.stem not in ("__main__", "__init__", "sitecustomize"):  # which no job imports
             importlib.import_module(".".join(path.relative_to(library.parent).with_suffix("").parts))
 for code, _ in seen.values():
     path = Path(code.co_filename)
