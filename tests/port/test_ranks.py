@@ -2,16 +2,17 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 
 import psutil
 import pytest
 
 from configs import config_with
-from layerproof.distributed import marks
 from layerproof.errors import StageError, StageMissing
 from layerproof.failures import end_with
 from layerproof.port import ranks
@@ -128,9 +129,7 @@ def test_another_launcher_can_start_the_ranks():
 
 def test_a_rank_that_fails_ends_the_others_and_is_named():
     def work(rank):
-        marks.mark(rank, "loaded")
         if rank == 1:
-            marks.mark(rank, "summed")
             raise ValueError("no weights for me")
         time.sleep(60)
 
@@ -139,8 +138,62 @@ def test_a_rank_that_fails_ends_the_others_and_is_named():
         ranks.run(3, work)
     assert time.monotonic() - started < 30
     assert str(caught.value).startswith("rank 1: ValueError at test_ranks.py:")
-    assert str(caught.value).endswith("no weights for me Rank 0 and rank 2 never reached “summed”.")
+    assert str(caught.value).endswith("no weights for me")
     assert psutil.Process().children() == before
+
+
+def in_a_fresh_process(function):
+    """What it returns in a process that is in no group yet."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function).result()
+
+
+def a_rank_killed_in_a_collective():
+    def work(rank):
+        import torch
+        import torch.distributed as dist
+
+        from layerproof.distributed import process_group
+
+        process_group.initialise("cpu")
+        for step in range(3):
+            if rank == 1 and step == 2:
+                time.sleep(1)  # its marks are posted meanwhile
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(2))
+
+    with pytest.raises(StageError) as raised:
+        ranks.run(3, work)
+    return str(raised.value), f"{__file__}:{work.__code__.co_firstlineno + 11}"
+
+
+def test_a_rank_that_is_killed_is_named_with_its_last_step():
+    told, at = in_a_fresh_process(a_rank_killed_in_a_collective)
+    assert told.startswith("rank 1: Its process was killed by SIGKILL (out of memory, or killed by hand).")
+    assert told.endswith(f" Its last step was all_reduce(float32[2], SUM) at {at}.")
+
+
+def ranks_that_hang():
+    def work(rank):
+        import torch.distributed as dist
+
+        from layerproof.distributed import process_group
+
+        process_group.initialise("cpu", timeout=timedelta(seconds=3))
+        if rank == 1:
+            dist.barrier()
+        time.sleep(60)
+
+    before = psutil.Process().children()
+    with pytest.raises(StageError) as raised:
+        ranks.run(3, work)
+    return str(raised.value), f"{__file__}:{work.__code__.co_firstlineno + 7}", psutil.Process().children() == before
+
+
+def test_ranks_that_hang_end_as_one_error_that_says_why_with_a_table_in_the_log(capfd):
+    told, at, is_clean = in_a_fresh_process(ranks_that_hang)
+    assert "\n" not in told and f"barrier at {at}" in told and is_clean
+    assert re.search(r"^  step +rank", capfd.readouterr().err, re.M)
 
 
 def test_what_all_ranks_say_is_said_once():

@@ -1,23 +1,114 @@
-"""Marks: the steps of initialisation that each rank has reached. This module does not import torch."""
+"""Marks: the steps that this process has begun and ended, such as a barrier or a collective. It does not import torch."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-on_mark: Callable[[str], None] | None = None
-"""Called with each step that this rank reaches; set it in a process whose parent follows the steps."""
+KEPT = 64
+"""Steps that are kept; older ones count, but are forgotten."""
+HIDDEN = ("torch", "torch_xla", "multiprocessing", "contextlib", "functools", "runpy", "threading", __package__)
+"""Packages whose lines are not the ones that a user looks for."""
 
 
-def mark(rank: int, step: str) -> None:
-    """Writes to the log that a rank has reached a step, and calls `on_mark`."""
-    print(f"rank {rank}: {step}\n", end="", flush=True)  # one write, because ranks share a log
-    if on_mark is not None:
-        on_mark(step)
+@dataclass
+class Step:
+    """A step in which ranks wait for each other. `number` counts the steps of the same group, from 0."""
+
+    name: str
+    detail: str  # what has to be the same on all ranks: dtype, shape, operation, root
+    group: str
+    number: int
+    where: str
+    began: float  # seconds since the epoch
+    ended: float | None = None
+    thread: int = 0
+
+    @property
+    def what(self) -> str:
+        return f"{self.name}({self.detail})" if self.detail else self.name
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.where}"
+
+    def at_its_end(self) -> Step:
+        """The same step once it has ended."""
+        return replace(self, ended=self.ended or time.time())
 
 
-def free_port() -> int:
-    """Returns a TCP port of this host that is free right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@dataclass
+class Record:
+    """The steps of this process, the latest last."""
+
+    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=KEPT))
+    counts: Counter[str] = field(default_factory=Counter)
+    """How many steps of each group this process has begun."""
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks that have to come to the steps of each group."""
+    on_step: Callable[[Step], None] | None = None
+    """Called with each step that begins."""
+
+    @contextlib.contextmanager
+    def step(self, name: str, group: str, members: Sequence[int], detail: str = "") -> Iterator[Step]:
+        """A step that lasts as long as the block."""
+        step = Step(name, detail, group, self.counts[group], caller(), time.time(), thread=threading.get_ident())
+        self.groups[group] = tuple(members)
+        self.steps.append(step)
+        self.counts[group] += 1
+        if self.on_step:
+            self.on_step(step)
+        try:
+            yield step
+        finally:
+            step.ended = time.time()
+
+    @contextlib.contextmanager
+    def again(self, step: Step) -> Iterator[None]:
+        """The wait for a step that was begun before, without waiting for its end."""
+        step.began, step.ended, step.thread = time.time(), None, threading.get_ident()
+        try:
+            yield
+        finally:
+            step.ended = time.time()
+
+    def open(self) -> Step | None:
+        """The step that has lasted longest, if there is one that has not ended."""
+        return min((step for step in list(self.steps) if step.ended is None), key=lambda step: step.began, default=None)
+
+    def clear(self) -> None:
+        self.steps.clear()
+        self.counts.clear()
+        self.groups.clear()
+        self.on_step = None
+
+
+record = Record()
+os.register_at_fork(after_in_child=record.clear)  # a child has done none of its parent's steps
+
+
+def caller() -> str:
+    """The line outside torch and this package that is running, as `file:line`."""
+    frame = sys._getframe(1)
+    while frame.f_back and is_hidden(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def stack(thread: int) -> list[str]:
+    """The lines that a thread of this process is at, the innermost last, without those of torch and this package."""
+    frame, lines = sys._current_frames().get(thread), []
+    while frame:
+        if not is_hidden(frame.f_globals.get("__name__", "")):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return lines[::-1]
+
+
+def is_hidden(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in HIDDEN)

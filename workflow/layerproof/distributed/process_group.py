@@ -1,24 +1,26 @@
 """The distributed environment of a job, initialised once, before any model object exists.
 
 Address, port, rank and size come from the environment, as torchrun and Ray actors set them. A job started alone is a
-world of one process on a free port. Every rank logs a mark at every step, so the log of a hang shows the step that a
-rank never reached.
+world of one process on a free port. A group can be left and joined again in the same process.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from . import ledger
+from . import watch
+from .board import address, free_port
 from .errors import DistributedError
-from .marks import free_port, mark
 
-BACKENDS = {"xla": "xla", "cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
+BACKENDS = {"xla": "xla", "neuron": "neuron", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "cpu": "gloo"}
+"""The backend of each platform's collectives."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,27 @@ class Environment:
     world_size: int
 
 
-def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
-    """Initialises torch.distributed for `platform` (`xla`, `cuda`, `xpu` or `cpu`); idempotent.
+@dataclass
+class _World:
+    """What remains of the group while this process lives. Ranks that set the group up again by `env://` would meet in what
+    the group before left in the store, so each life of the group has a part of it.
+    """
+
+    store: Any = None
+    address: str = ""
+    lives: int = 0
+    control: Any = None
+
+
+_world = _World()
+
+
+def initialise(platform: str, pjrt_device: str = "auto", timeout: timedelta | None = None) -> Environment:
+    """Initialises torch.distributed for `platform`, one of BACKENDS; idempotent.
 
     `pjrt_device` names the XLA device (`CPU`, `NEURON`, `TPU`); `auto` uses $PJRT_DEVICE, or CPU if it is not set.
+    `timeout` is torch's own by default. Several ranks are watched (`distributed.watch`). Each rank prints one line that
+    says what it has joined.
 
     Raises:
         DistributedError: if the device does not exist or the process group cannot be formed.
@@ -55,28 +74,46 @@ def initialise(platform: str, pjrt_device: str = "auto") -> Environment:
             f"RANK and WORLD_SIZE must be numbers ({error}). Correct the launcher's environment."
         ) from None
     device = _device(platform, hardware, rank)
+    backend = BACKENDS[platform]
     if not dist.is_initialized():
-        mark(rank, "init process group")
-        try:
-            dist.init_process_group(
-                BACKENDS[platform],
-                init_method="env://",
-                device_id=device if platform == "cuda" else None,
-            )
-        except (RuntimeError, ValueError) as error:
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise DistributedError(
-                f"rank {rank}: cannot form a process group at {address} ({error}). Check MASTER_ADDR and MASTER_PORT."
-            ) from error
-        mark(rank, "process group is up")
-        if world_size > 1:
-            ledger.watch()
+        _join(backend, rank, world_size, device if platform == "cuda" else None, timeout)
+        where = f"{device} ({hardware})" if hardware != str(device) else hardware
+        # One write, because ranks share a log.
+        print(f"rank {rank} of {world_size}: {backend} at {address()} on {where}\n", end="", flush=True)
     elif (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         there = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         raise DistributedError(
             f"rank {rank} of {world_size}: this process already belongs to a group, as {there}. Start a new process."
         )
-    return Environment(device, hardware, BACKENDS[platform], rank, world_size)
+    return Environment(device, hardware, backend, rank, world_size)
+
+
+def _join(backend: str, rank: int, world_size: int, device_id: torch.device | None, timeout: timedelta | None) -> None:
+    """Joins the default group. With `device_id` for XPU, gloo groups cannot be created later, so it is for CUDA alone."""
+    if world_size > 1:
+        watch()
+    where: dict[str, Any] = {"init_method": "env://"}
+    if _world.address == address():
+        _world.lives += 1
+        store = distributed_c10d.PrefixStore(f"life {_world.lives}", _world.store)
+        where = {"store": store, "rank": rank, "world_size": world_size}
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id, **where)
+        if "store" not in where:
+            _world.store, _world.address = distributed_c10d._get_default_store(), address()
+        if world_size > 1 and backend != BACKENDS["cpu"]:
+            _world.control = dist.new_group(backend=BACKENDS["cpu"])
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            f"rank {rank}: cannot form a process group at {address()} ({error}). Check MASTER_ADDR and MASTER_PORT."
+        ) from error
+
+
+def leave() -> None:
+    """Leaves the group; `initialise` joins it again. All ranks have to do the same. Does nothing without a group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _world.control = None
 
 
 def world_size() -> int:
@@ -87,8 +124,13 @@ def world_size() -> int:
 def of_all_ranks[T](value: T) -> list[T]:
     """Gathers the value of each rank in this process's group, by rank; values must pickle and may be on any device."""
     gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, value, group=dist.new_group(backend=BACKENDS["cpu"]))
+    dist.all_gather_object(gathered, value, group=control_group())
     return gathered
+
+
+def control_group() -> Any:
+    """The group of all ranks for messages between hosts: over gloo, whatever the backend of the devices is."""
+    return _world.control or dist.group.WORLD
 
 
 def is_on_host(pjrt_device: str) -> bool:
@@ -147,11 +189,11 @@ def _device(platform: str, hardware: str, rank: int) -> torch.device:
             raise DistributedError(
                 f"port.device: no XLA device for PJRT_DEVICE={hardware} ({_first_line(error)})."
             ) from error
-    if platform == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device(platform)
+    if platform == "cpu":
+        return torch.device("cpu")
+    device = torch.device(platform, int(os.environ["LOCAL_RANK"]))
+    torch.get_device_module(platform).set_device(device)
+    return device
 
 
 def _first_line(error: Exception) -> str:

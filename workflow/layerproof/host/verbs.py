@@ -38,12 +38,14 @@ def add_verbs(verbs: Verbs) -> None:
         verbs,
         "watch",
         watch,
-        "Runs a program whose ranks agree on each process group before torch creates it.",
+        "Runs a program of several ranks, and says why they hang.",
         example="layerproof watch -- torchrun --nproc-per-node 4 train.py",
         exits="that of the program",
     )
-    text = "seconds that ranks may be apart when they create a group (default: half an hour, as torch)"
+    text = "seconds that a rank may wait in one step (default: nine tenths of the timeout of init_process_group)"
     watched.add_argument("--deadline", type=float, help=text)
+    text = "compare each collective between ranks before it runs: another shape or dtype may give wrong sums"
+    watched.add_argument("--check-collectives", action="store_true", help=text)
 
 
 def watch(args: argparse.Namespace) -> int:
@@ -51,7 +53,7 @@ def watch(args: argparse.Namespace) -> int:
 
     if not args.behind_dashes:
         raise UserError("watch: there is no program behind --. Write layerproof watch -- torchrun train.py, say.")
-    return run(args.behind_dashes, args.deadline)
+    return run(args.behind_dashes, args.deadline, args.check_collectives)
 
 
 def predict(args: argparse.Namespace) -> None:

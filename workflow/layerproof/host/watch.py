@@ -1,10 +1,10 @@
-"""Runs a program whose ranks agree on each process group before torch creates it (distributed.ledger)."""
+"""Runs a program whose ranks say why they hang, and agree on each process group before torch creates it."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,24 +12,41 @@ from layerproof import distributed
 from layerproof.errors import UserError
 
 HOOK = Path(distributed.__file__).parent / "hook"
+LOOK = 0.5
+"""Seconds between two looks at the processes of the ranks."""
 
 
-def run(command: Sequence[str], deadline: float | None) -> int:
+def run(command: Sequence[str], deadline: float | None, check_collectives: bool = False) -> int:
     """Runs a command and returns its exit code. Every Python that it starts on this host is watched.
 
-    `deadline` is how many seconds ranks may be apart when they create a group; None for torch's own half an hour.
+    `deadline` is how many seconds a rank may be in one step of torch.distributed; None for as long as torch waits. What the
+    ranks found is printed when the command has ended.
 
     Raises:
         UserError: if the command does not exist or cannot be run.
     """
+    from layerproof.distributed.launcher import Attendant
+
+    attendant = Attendant()
     behind = os.environ.get("PYTHONPATH")
-    variables = {"PYTHONPATH": os.pathsep.join([str(HOOK), *([behind] if behind else [])])}
+    variables = {"PYTHONPATH": os.pathsep.join([str(HOOK), *([behind] if behind else [])]), **attendant.variables()}
     if deadline is not None:
         variables[distributed.DEADLINE] = f"{deadline:g}"
+    if check_collectives:
+        variables[distributed.CHECK] = "1"
     try:
         process = subprocess.Popen(command, env=os.environ | variables)
     except OSError as error:
         raise UserError(f"{command[0]}: {error.strerror}. Write the command behind -- as you would type it.") from None
-    while True:
-        with contextlib.suppress(KeyboardInterrupt):  # which the command gets, too, and may take its time to end
-            return process.wait()
+    while process.poll() is None:
+        try:
+            process.wait(LOOK)
+        except subprocess.TimeoutExpired:
+            attendant.look()
+        except KeyboardInterrupt:  # which the command gets, too, and may take its time to end
+            continue
+    if process.returncode:
+        attendant.look()
+        for report in attendant.reports():
+            print(f"\n{report.text}", end="", file=sys.stderr, flush=True)
+    return process.returncode

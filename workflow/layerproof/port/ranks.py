@@ -12,22 +12,26 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from layerproof.distributed import marks
+from layerproof import distributed
+from layerproof.distributed.board import free_port
 from layerproof.errors import StageError
 from layerproof.failures import as_stage_error, died, peak_memory
 from layerproof.rerun import children, fingerprint
 from layerproof.rerun.recorder import Seen, recording
+
+if TYPE_CHECKING:
+    from layerproof.distributed.launcher import Attendant
 
 GRACE = 2.0
 """Seconds in which the other ranks can report a failure after the first one does.
 
 If all report the same failure, no single rank is to blame.
 """
-MARK, DONE, FAILED = "mark", "done", "failed"
+DONE, FAILED = "done", "failed"
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,6 @@ class Done[T]:
 class _Rank:
     number: int
     child: children.Child
-    reached: list[str] = field(default_factory=list)
     done: Done[Any] | None = None
     failure: StageError | None = None
     failed_at: float = 0.0
@@ -57,22 +60,24 @@ def run[T](count: int, function: Callable[[int], T], launch: children.Launcher =
 
     Raises:
         StageError: if a rank fails or dies, which ends the others. Names the rank, unless all fail with the same words,
-            and the ranks that never reached the last step of this rank.
+            and the step that it was in. If ranks hang, says why.
     """
+    attendant = _attendant() if count > 1 else None
     environment = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(marks.free_port()),
+        "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": "layerproof",  # makes torch_xla give each rank a core of its own
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        **(attendant.variables() if attendant else {}),
     }
     ranks: list[_Rank] = []
     try:
         for number in range(count):
             own = environment | {"RANK": str(number), "LOCAL_RANK": str(number)}
             ranks.append(_Rank(number, launch(functools.partial(_run_rank, function), own)))
-        _listen(ranks)
+        _listen(ranks, attendant)
     finally:
         for rank in ranks:
             rank.child.end()
@@ -93,7 +98,6 @@ def code_of(done: Sequence[Done[Any]]) -> dict[str, str]:
 
 def _run_rank(function: Callable[[int], Any], to_job: Connection) -> None:
     """Runs one rank, in its own process."""
-    marks.on_mark = lambda step: to_job.send((MARK, step))
     _share_cores(int(os.environ["WORLD_SIZE"]))
     seen: Seen = {}
     directory = os.getcwd()
@@ -101,8 +105,10 @@ def _run_rank(function: Callable[[int], Any], to_job: Connection) -> None:
         with recording(seen):
             value = function(int(os.environ["RANK"]))
         os.chdir(directory)  # a port may have left it
+        distributed.ended()
         to_job.send((DONE, Done(value, fingerprint.fingerprints(seen), peak_memory())))
     except (Exception, SystemExit) as exception:
+        distributed.ended(exception)
         if not isinstance(exception, StageError):
             traceback.print_exc()
         to_job.send((FAILED, (time.monotonic(), as_stage_error(exception))))
@@ -117,7 +123,7 @@ def _share_cores(count: int) -> None:
         torch.set_num_threads(min(share, torch.get_num_threads()))
 
 
-def _listen(ranks: Sequence[_Rank]) -> None:
+def _listen(ranks: Sequence[_Rank], attendant: Attendant | None) -> None:
     """Receives messages until every rank is done.
 
     Raises:
@@ -137,7 +143,7 @@ def _listen(ranks: Sequence[_Rank]) -> None:
         if deadline is None and any(rank.failure for rank in ranks):
             deadline = time.monotonic() + GRACE
     if any(rank.failure for rank in ranks):
-        raise _failure(ranks)
+        raise _hang(attendant) or _failure(ranks, attendant)
 
 
 def _take(rank: _Rank) -> None:
@@ -146,9 +152,7 @@ def _take(rank: _Rank) -> None:
     except (EOFError, OSError):
         _died(rank)
         return
-    if message == MARK:
-        rank.reached.append(content)
-    elif message == DONE:
+    if message == DONE:
         rank.done = content
     else:
         rank.failed_at, rank.failure = content
@@ -158,14 +162,27 @@ def _died(rank: _Rank) -> None:
     rank.failure = died(rank.child.exit_code(), "Its process")
 
 
-def _failure(ranks: Sequence[_Rank]) -> StageError:
+def _hang(attendant: Attendant | None) -> StageError | None:
+    """The error of ranks that a doctor ended because they hang; the log has all that it found."""
+    found = attendant.found() if attendant else None
+    if not found:
+        return None
+    print(found.text, file=sys.stderr, flush=True)
+    return StageError(found.finding.sentence)
+
+
+def _failure(ranks: Sequence[_Rank], attendant: Attendant | None) -> StageError:
     """The error of the rank that died, or else failed first: the others fail because it is gone."""
     failed = [(rank.failed_at, rank.number, rank, rank.failure) for rank in ranks if rank.failure is not None]
     _, _, first, failure = min(failed)
     texts = {str(rank.failure).removeprefix(f"{rank}: ") for rank in ranks}
     if len(texts) == 1:
         return failure
-    last = first.reached[-1] if first.reached else None
-    behind = [str(rank) for rank in ranks if last and last not in rank.reached]
-    hang = f" {' and '.join(behind).capitalize()} never reached “{last}”." if behind else ""
-    return type(failure)(f"{first}: {str(failure).removeprefix(f'{first}: ')}{hang}")
+    step = attendant.step_of(first.number) if attendant else ""
+    return type(failure)(f"{first}: {str(failure).removeprefix(f'{first}: ')}{step}")
+
+
+def _attendant() -> Attendant:
+    from layerproof.distributed.launcher import Attendant
+
+    return Attendant(f"ranks of process {os.getpid()}, {time.time()}")

@@ -3,7 +3,6 @@
 It loads this copy of the package `distributed` by its path, because the program may have an environment without Layerproof.
 """
 
-import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -43,8 +42,7 @@ def watch():
     package = sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
     seconds = os.environ.get(package.DEADLINE)
-    ledger = importlib.import_module(f"{PACKAGE}.ledger")
-    ledger.watch(*([timedelta(seconds=float(seconds))] if seconds else []))
+    package.watch(timedelta(seconds=float(seconds)) if seconds else None, package.CHECK in os.environ)
 
 
 def run_the_one_behind():

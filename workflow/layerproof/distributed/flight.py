@@ -1,0 +1,75 @@
+"""The collectives that torch's Flight Recorder has of this process: also those that C++ runs, as DDP and DTensor do."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+
+from .groups import members_of, name_of
+from .marks import Step
+
+SIZE = "TORCH_FR_BUFFER_SIZE"
+DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
+"""gloo's and XCCL's, and NCCL's."""
+
+
+def switch_on() -> None:
+    """Has torch record the latest collectives, if it has not begun yet."""
+    os.environ.setdefault(SIZE, "256")
+
+
+def steps() -> list[Step]:
+    """The recorded collectives of all groups of this process. Those that are not complete have not ended."""
+    names = {distributed_c10d._world.pg_names[group]: group for group in distributed_c10d._world.pg_map}
+    found = []
+    for dump in _dumps():
+        for entry in dump.get("entries", ()):
+            group = names.get(entry["process_group"][0])
+            if group is not None and not entry["is_p2p"]:
+                found.append(_step(entry, group))
+    return found
+
+
+def groups() -> dict[str, tuple[int, ...]]:
+    """The ranks of all groups of this process."""
+    members = {group: members_of(group) for group in list(distributed_c10d._world.pg_map)}
+    return {name_of(group, ranks): ranks for group, ranks in members.items()}
+
+
+def open_step() -> Step | None:
+    """The collective that has not been complete for longest, if there is one."""
+    if not dist.is_initialized():
+        return None
+    return min((step for step in steps() if step.ended is None), key=lambda step: step.began, default=None)
+
+
+def _step(entry: Mapping[str, Any], group: Any) -> Step:
+    """One entry. It has ended when it is retired: gloo's state stays "scheduled", and `pg_status` counts messages, too."""
+    shapes = [
+        f"{dtype.lower()}{shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
+    ]
+    began = entry["time_created_ns"] / 1e9
+    return Step(
+        entry["profiling_name"].rpartition(":")[2],
+        ", ".join(shapes),
+        name_of(group, members_of(group)),
+        entry["collective_seq_id"],
+        "a line that Flight Recorder does not say",
+        began,
+        max(began, time.time()) if entry["retired"] else None,
+    )
+
+
+def _dumps() -> Iterator[dict[str, Any]]:
+    if SIZE not in os.environ:
+        return
+    for name in DUMPS:
+        if dump := getattr(_distributed_c10d, name, None):
+            yield pickle.loads(dump(includeCollectives=True, includeStackTraces=False, onlyActive=False))
