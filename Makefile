@@ -9,6 +9,7 @@
 # make bench    sets up and prints what jobs take at full size (needs 12 GB of memory and 15 GB of disk)
 # make lower-bounds   passes the fast tests with the oldest versions that pyproject.toml allows
 # make same BASE=COMMIT   lists every file of results/ in which the default run differs from that of another commit
+# make hangs SEED=N   draws 120 programs that hang and 200 that do not, and prints what was said of them (half an hour)
 # make report-cases   runs five cases and takes pictures of their reports (ten minutes)
 # make bugs     sets up and prints what Layerproof and other rules find of a corpus of porting bugs (half an hour)
 # make families SEED=N   judges every causal model of transformers as its own port (half an hour; goes on where it ended)
@@ -22,7 +23,7 @@ N ?= 1000
 TUTORIAL ?= tutorial
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report tutorial tutorial-answer docs test check fast lower-bounds lint types style same bugs families false-alarms report-cases bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report tutorial tutorial-answer docs test check fast lower-bounds lint types style same bugs families false-alarms hangs report-cases bench setup setup-slurm setup-s3 setup-dev
 
 report: setup
 	layerproof run --exit-zero --cores $(CORES)
@@ -65,6 +66,9 @@ families: setup-dev
 
 false-alarms: setup-dev
 	python tests/families/false_alarms.py --stages $(N) --seed $(SEED)
+
+hangs: setup-dev
+	python tests/hangs/run.py --seed $(SEED)
 
 bench: setup-dev
 	python benchmarks/run.py

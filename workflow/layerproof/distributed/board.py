@@ -47,15 +47,16 @@ class State:
     """Other processes that say that they are this rank."""
 
     @classmethod
-    def read(cls, text: bytes) -> State:
+    def read(cls, text: str) -> State:
         values = json.loads(text)
         steps = {name: [Step(**step) for step in values[name]] for name in ("steps", "recorded")}
         return cls(**values | steps)
 
-    def by_flight(self) -> State:
-        """The same rank with the collectives of Flight Recorder as its steps."""
+    def with_flight(self) -> State:
+        """The same with the collective of Flight Recorder that it is in, if its own marks show no step: C++ has begun it."""
         counts = {step.group: step.number + 1 for step in self.recorded}
-        return dataclasses.replace(self, steps=self.recorded, counts=counts)
+        steps = [] if self.open() else [step for step in self.recorded if step.ended is None]
+        return dataclasses.replace(self, steps=[*self.steps, *steps], counts={**self.counts, **counts})
 
     def without_ended(self, others: Iterable[State]) -> State:
         """The same without steps that are open only because this rank could not say more: others have ended them."""
@@ -130,10 +131,13 @@ class Board:
 
     def states(self) -> dict[int, State]:
         ranks = sorted({rank for rank, _, _ in self.joined()})
-        return {rank: self._state(rank) for rank in ranks}
+        return {rank: state for rank in ranks if (state := self.state(rank))}
 
-    def _state(self, rank: int) -> State:
-        state, step = State.read(self.store.get(self._key(rank))), self._read(f"step/{rank}")
+    def state(self, rank: int) -> State | None:
+        posted, step = self._read(str(rank)), self._read(f"step/{rank}")
+        if not posted:
+            return None
+        state = State.read(posted)
         return state.with_step(Step(**json.loads(step))) if step else state
 
     def others(self) -> list[Board]:
@@ -148,6 +152,17 @@ class Board:
     def alarmed(self) -> int | None:
         """The rank that called first, or None if none did."""
         return int(self._read("alarm")) if self.store.check([self._key("alarm")]) else None
+
+    def leave_word(self, how: str) -> None:
+        """The last words of the rank that hosts the store."""
+        self.store.set(self._key("host"), how)
+
+    def word(self) -> str:
+        return self._read("host")
+
+    def is_first(self, rank: int) -> bool:
+        """Whether this rank is the first to say that it has lost another."""
+        return self.store.compare_set(self._key("lost"), "", str(rank)) == str(rank).encode()
 
     def answer(self, state: State) -> None:
         self.post(state)

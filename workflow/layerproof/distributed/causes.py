@@ -42,6 +42,8 @@ class Finding:
 
 
 States = Mapping[int, State]
+LEAVING = "end"
+"""The group of the step in which a rank destroys its default process group."""
 GROUPS = "groups"
 """The group of steps in which all ranks create a process group; its members alone do in `groups of ...`."""
 
@@ -53,7 +55,8 @@ def explain(states: States, size: int) -> Finding:
 
 
 def _found(states: States, size: int) -> Finding:
-    for look in (mismatch, _other_collective, _other_members, _ended, _not_started, _absent, _in_a_circle):
+    looks = (mismatch, _other_collective, _other_members, _ended, _not_started, _absent, _in_a_circle, _left_in_it)
+    for look in looks:
         if finding := look(states, size):
             return finding
     steps = [step for state in states.values() if (step := state.open())]
@@ -114,11 +117,12 @@ def _ended(states: States, size: int) -> Finding | None:
     return Finding(cause, (first.rank,), f"rank {first.rank} {first.ended or KILLED}{where}.{others}", str(last or ""))
 
 
+HOST_LOST = "has ended, and with it the store of all ranks: it was killed, called os._exit, or left its group"
 KILLED = "ended without an error of Python: it was killed, or called os._exit"
 FINISHED = "finished"
 RAISED = "raised"
 LOST = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)|remote process", re.I
+    r"closed by peer|reset by peer|broken pipe|connection (was )?(likely )?(closed|refused|reset)|remote process", re.I
 )
 """What backends say on ranks that have lost another one."""
 
@@ -205,14 +209,14 @@ def _differing(came: Mapping[int, Step], odd: Sequence[int], number: int) -> Fin
 
 
 def _other_members(states: States, size: int) -> Finding | None:
-    """Ranks that create a group with all ranks, while others create theirs with its members alone."""
+    """Ranks that create a group with all ranks, while others of its members create it with the members alone."""
     creates = {rank: step for rank, state in states.items() if (step := state.open()) and step.group.startswith(GROUPS)}
-    with_all = {rank: step.group == GROUPS for rank, step in _latest(states, GROUPS).items()}
-    if not any(step.group == GROUPS for step in creates.values()) or all(
-        step.group == GROUPS for step in creates.values()
-    ):
+    with_all = {step.name for step in creates.values() if step.group == GROUPS}
+    alone = {step.name for step in creates.values() if step.group != GROUPS}
+    creates = {rank: step for rank, step in creates.items() if step.name in with_all & alone}
+    if not creates:
         return None
-    odd = _minority(with_all)
+    odd = _minority({rank: step.group == GROUPS for rank, step in _latest(states, GROUPS).items()})
     how = {
         rank: "with all ranks" if step.group == GROUPS else "with its members alone" for rank, step in creates.items()
     }
@@ -223,7 +227,7 @@ def _other_members(states: States, size: int) -> Finding | None:
         Cause.OTHER_ORDER,
         odd,
         f"ranks create a group differently: {said}. use_local_synchronization has to be the same on all ranks.",
-        str(creates[odd[0]] if odd[0] in creates else next(iter(creates.values()))),
+        str(next(iter(creates.values()))),
     )
 
 
@@ -275,15 +279,7 @@ def _in_a_circle(states: States, size: int) -> Finding | None:
     step, other = _step_of(waiting[0]), _step_of(states[odd[0]])
     pairs = [states[rank] for rank in waits if is_between_two(_step_of(states[rank]).group)]
     if pairs:
-        odd, step = waits[pairs[0].rank], _step_of(pairs[0])
-        does = "sent what" if "recv" in step.name else "received what"
-        return Finding(
-            Cause.SKIPPED,
-            odd,
-            f"{listed(odd)} has not {does} rank {pairs[0].rank} waits for in {step}, and waits in "
-            f"{_step_of(states[odd[0]])}.",
-            str(step),
-        )
+        return _message_missed(pairs[0], states[waits[pairs[0].rank][0]])
     if step.name == "barrier":
         return Finding(
             Cause.SKIPPED,
@@ -299,6 +295,42 @@ def _in_a_circle(states: States, size: int) -> Finding | None:
         f"{listed(waits[odd[0]])}. All ranks must come to the steps of their groups in one order.",
         str(step),
     )
+
+
+def _message_missed(waits: State, other: State) -> Finding:
+    """One rank waits for a message, and the one that it is for or from waits elsewhere, for the first in the end.
+
+    Either may have skipped a step: the one that is in the later line of a file, or nobody knows.
+    """
+    step, elsewhere = _step_of(waits), _step_of(other)
+    does = "sent what" if "recv" in step.name else "received what"
+    missed = f"rank {other.rank} has not {does} rank {waits.rank} waits for in {step}, and waits in {elsewhere}"
+    (file, line), (other_file, other_line) = (at.where.rpartition(":")[::2] for at in (step, elsewhere))
+    if file != other_file:
+        odd, skipped = tuple(sorted((waits.rank, other.rank))), "One of both skipped a step"
+    elif int(line) < int(other_line):
+        odd, skipped = (other.rank,), f"Rank {other.rank} skipped it"
+    else:
+        odd, skipped = (waits.rank,), f"Rank {waits.rank} skipped the step at {elsewhere.where}"
+    return Finding(Cause.SKIPPED, odd, f"{missed}. {skipped}.", str(step))
+
+
+def _left_in_it(states: States, size: int) -> Finding | None:
+    """A rank that left right after a step that the others are still in: they lost the connection in it."""
+    waits = [state for state in states.values() if state.open() and not state.ended]
+    gone = [state for state in states.values() if state.ended == FINISHED or _leaves(state)]
+    waits = [state for state in waits if not _leaves(state)]
+    if not waits or not gone:
+        return None
+    first = min(gone, key=lambda state: (not _leaves(state), state.ended_at))
+    step = _step_of(waits[0])
+    said = f"rank {first.rank} has left its group or ended its program while {_subject(waits)} in {step}."
+    return Finding(Cause.LEFT, (first.rank,), said, str(step))
+
+
+def _leaves(state: State) -> bool:
+    step = state.last()
+    return step is not None and step.group == LEAVING
 
 
 def _waits(states: States) -> dict[int, tuple[int, ...]]:

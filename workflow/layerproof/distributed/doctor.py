@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,14 +25,16 @@ import torch.distributed as dist
 
 from . import flight
 from .board import HOST, Board, State, is_running, known_world
-from .causes import RAISED, Finding, explain, mismatch
-from .marks import Record, Step, record, stack
-from .table import Report, report
+from .causes import FINISHED, HOST_LOST, LOST, RAISED, Cause, mismatch
+from .marks import Record, Step, path_is_hidden, record, stack
+from .table import Report, reported
 
 POLL = 0.25
 """Seconds between two looks at the board."""
 ANSWER = 1.5
 """Seconds that a rank has to post where it is."""
+PATIENCE = 3.0
+"""Seconds that the store has to answer a rank that is late."""
 GOODBYE = 3.0
 """Seconds that the others have to read the report, before the rank that may host the store ends."""
 PROMPT = 64
@@ -56,6 +58,12 @@ class Doctor:
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _files: list[IO[bytes]] = field(default_factory=list)
+    _word: str = ""
+    """The last words of the rank that hosts the store."""
+    _host: State | None = None
+    """What that rank posted first."""
+    _asked: float = 0.0
+    """When the store was asked what it has not answered yet; 0 if it has."""
     _progress: tuple[int, float] = (0, 0.0)
 
     def start(self) -> None:
@@ -70,6 +78,10 @@ class Doctor:
         self._progress = (self.board.progress(), time.time())
         self._thread = threading.Thread(target=self._look, name="layerproof doctor", daemon=True)
         self._thread.start()
+        if not self.is_hosted and self.state.rank != 0:
+            _until(lambda: self.board.state(0) is not None, PATIENCE)
+            self._host = self.board.state(0)
+            threading.Thread(target=self._watch_host, name="layerproof doctor of the host", daemon=True).start()
 
     def stop(self) -> None:
         """Looks no more. Waits for the thread, because torch's store must not be used while Python ends."""
@@ -107,6 +119,48 @@ class Doctor:
         self.stop()
         self.state = replace(self.state, ended=how, ended_at=time.time())
         self.post()
+        if self.is_hosted or how == FINISHED:
+            return
+        try:
+            if LOST.search(how):
+                self._say_who_is_lost()
+            elif self.state.rank == 0:  # the store ends with this rank, so the others have to hear of it before
+                self.board.leave_word(how)
+                time.sleep(2 * POLL)
+        except dist.DistError:
+            self._host_is_lost()
+
+    def _say_who_is_lost(self) -> None:
+        """Reports the rank that the others have lost: a launcher of ours would do so at the end."""
+        if self.board.is_first(self.state.rank):
+            time.sleep(POLL)  # for the others to say how they ended
+            found = reported(self.board.states(), self.state.size)
+            if found.finding.cause in (Cause.DIED, Cause.RAISED, Cause.LEFT):
+                print(found.text, file=sys.stderr, flush=True)
+            self.board.write("said")
+        elif self.state.rank == 0:
+            _until(lambda: self.board.report() != "", GOODBYE)
+
+    def _host_is_lost(self) -> None:
+        """Reports that the rank with the store is gone, or does not answer; nobody else can be asked."""
+        host = self._host or replace(self.state, rank=0, host="an unknown host")
+        if self._asked:
+            host = replace(host, steps=(), counts={}, answers=False, stack=foreign_stack(host))
+        else:
+            host = replace(host, steps=(), counts={}, ended=self._word or HOST_LOST)
+        states = {0: host, self.state.rank: self.now(with_stack=True)}
+        print(reported(states, 0).text, file=sys.stderr, flush=True)
+
+    def _watch_host(self) -> None:
+        """Ends this rank if the one with the store is stopped, or if native code holds Python's lock there."""
+        while not self._over.wait(1):
+            step = self.record.open() or flight.open_step()
+            is_late = step and time.time() - step.began > self.deadline.total_seconds()
+            if is_late and self._asked and time.time() - self._asked > PATIENCE:
+                self._host_is_lost()
+                if self._host and is_running(self._host.pid) and self._host.host == HOST:
+                    os.kill(self._host.pid, signal.SIGKILL)
+                self.dies(EXIT_CODE)
 
     def call(self) -> None:
         """Calls all ranks together. Does not return: the thread ends this process."""
@@ -124,16 +178,20 @@ class Doctor:
         posted = None
         while not self._over.wait(POLL):
             try:
-                now = self.now()
+                self._asked, now = time.time(), self.now()
                 if now != posted:
                     self.board.post(now)
                     posted = now
                 if self._is_late():
                     self.board.alarm(self.state.rank)
+                if not self.is_hosted:
+                    self._word = self.board.word()
                 caller = self.board.alarmed()
+                self._asked = 0.0
                 if caller is not None:
                     self._answer(caller)
             except dist.DistError:
+                self._asked = 0.0
                 self._lost()
 
     def _is_late(self) -> bool:
@@ -171,8 +229,7 @@ class Doctor:
         for rank, state in states.items():
             if rank in ranks and not state.ended and not self.board.has_answered(rank):
                 states[rank] = replace(state.without_ended(states.values()), answers=False, stack=foreign_stack(state))
-        finding = find(states, self.state.size)
-        found = report(finding, states, self.state.size)
+        found = reported(states, self.state.size)
         for board in boards:
             board.alarm(self.state.rank)
             board.write(found.write())
@@ -184,27 +241,9 @@ class Doctor:
     def _lost(self) -> None:
         """The store is gone. That is how it is at the end; a rank that waits then will wait for ever."""
         self.stop()
-        if self.record.open() is None:
-            return
-        now = self.now(with_stack=True)
-        host = replace(
-            now, rank=0, steps=(), counts={}, stack=(), ended="has ended, and with it the store of all ranks"
-        )
-        _until(lambda: self.record.open() is None, self.deadline.total_seconds())
-        if self.record.open() is not None:
-            states = {0: host, self.state.rank: now}
-            found = report(explain(states, self.state.size), states, self.state.size)
-            print(found.text, file=sys.stderr, flush=True)
+        if not _until(lambda: self.record.open() is None, self.deadline.total_seconds()):
+            self._host_is_lost()
             self.dies(EXIT_CODE)
-
-
-def find(states: Mapping[int, State], size: int) -> Finding:
-    """Why these ranks hang: by their marks, or else by what torch's Flight Recorder has of them."""
-    finding = explain(states, size)
-    if finding.ranks:
-        return finding
-    by_flight = explain({rank: state.by_flight() for rank, state in states.items()}, size)
-    return by_flight if by_flight.ranks else finding
 
 
 def all_states(board: Board, size: int) -> tuple[dict[int, State], list[Board]]:
@@ -258,8 +297,9 @@ def _lines(text: str) -> list[str]:
     for line in lines:
         before, _, after = line.strip().partition('", line ')
         number, _, function = after.partition(" in ")
-        if number:
-            found.append(f"{before.removeprefix('File "')}:{number} in {function}")
+        file = before.removeprefix('File "')
+        if number and not path_is_hidden(file):
+            found.append(f"{file}:{number} in {function}")
     return found[::-1]
 
 

@@ -20,6 +20,12 @@ DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 """gloo's and XCCL's, and NCCL's."""
 
 
+BY_FLIGHT = ", by Flight Recorder"
+"""The end of the groups of its steps, which it counts in another way than marks do."""
+ALIKE = ("all_reduce", "allreduce", "broadcast")
+"""Collectives whose input has the same shape on all ranks."""
+
+
 def switch_on() -> None:
     """Has torch record the latest collectives, if it has not begun yet."""
     os.environ.setdefault(SIZE, "256")
@@ -38,9 +44,9 @@ def steps() -> list[Step]:
 
 
 def groups() -> dict[str, tuple[int, ...]]:
-    """The ranks of all groups of this process."""
+    """The ranks of all groups of this process, as steps name them here."""
     members = {group: members_of(group) for group in list(distributed_c10d._world.pg_map)}
-    return {name_of(group, ranks): ranks for group, ranks in members.items()}
+    return {f"{name_of(group, ranks)}{BY_FLIGHT}": ranks for group, ranks in members.items()}
 
 
 def open_step() -> Step | None:
@@ -55,11 +61,12 @@ def _step(entry: Mapping[str, Any], group: Any) -> Step:
     shapes = [
         f"{dtype.lower()}{shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
     ]
+    name = entry["profiling_name"].rpartition(":")[2]
     began = entry["time_created_ns"] / 1e9
     return Step(
-        entry["profiling_name"].rpartition(":")[2],
-        ", ".join(shapes),
-        name_of(group, members_of(group)),
+        name,
+        ", ".join(shapes) if name in ALIKE else "",
+        f"{name_of(group, members_of(group))}{BY_FLIGHT}",
         entry["collective_seq_id"],
         "a line that Flight Recorder does not say",
         began,

@@ -9,8 +9,7 @@ from typing import Any
 from . import ADDRESS, WORLD, board
 from .board import HOST, Board, State, is_running
 from .causes import FINISHED, KILLED, Cause
-from .doctor import find
-from .table import Report, report
+from .table import Report, reported
 
 
 @dataclass
@@ -55,8 +54,8 @@ class Attendant:
         if all(state.ended == FINISHED for state in states.values()) or len(states) == 1:
             return None
         size = max(state.size for state in states.values())
-        finding = find(states, size)
-        return report(finding, states, size) if finding.cause is not Cause.UNKNOWN else None
+        found = reported(states, size)
+        return found if found.finding.cause is not Cause.UNKNOWN else None
 
     def _with_end(self, one: Board, state: State) -> State:
         gone = self._gone.get((one.world, state.pid))

@@ -48,6 +48,13 @@ class Kind:
 
 
 GROUP = Kind("group", "creates", "create", "All ranks must create all groups in one order.")
+LOCAL_GROUP = Kind(
+    "group",
+    "creates",
+    "create",
+    "torch names a group with use_local_synchronization by the number of groups that a rank is in, so all of its members "
+    "have to be in equally many before.",
+)
 COLLECTIVE = Kind(
     "collective",
     "calls",

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 KEPT = 64
 """Steps that are kept; older ones count, but are forgotten."""
@@ -108,6 +109,14 @@ def stack(thread: int) -> list[str]:
             lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
     return lines[::-1]
+
+
+def path_is_hidden(file: str) -> bool:
+    """Whether a file is one of torch, of this package or of multiprocessing."""
+    path = Path(file)
+    return path.is_relative_to(Path(__file__).parent) or not {"torch", "torch_xla", "multiprocessing"}.isdisjoint(
+        path.parts
+    )
 
 
 def is_hidden(module: str) -> bool:

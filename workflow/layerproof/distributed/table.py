@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from .board import State
-from .causes import Cause, Finding
+from .causes import Cause, Finding, explain
 from .marks import Step
 from .wording import listed
 
@@ -41,8 +41,10 @@ class Report:
         )
 
 
-def report(finding: Finding, states: Mapping[int, State], size: int) -> Report:
-    """The report of a finding, with a table and with the stacks of the ranks that it names."""
+def reported(states: Mapping[int, State], size: int) -> Report:
+    """Says why the ranks of a world of this size do not get on, with a table and with the stacks of those to blame."""
+    states = {rank: state.with_flight() for rank, state in states.items()}
+    finding = explain(states, size)
     title = f"layerproof: {finding.sentence}"
     parts = ["\n".join(textwrap.wrap(title, WIDTH, break_long_words=False, break_on_hyphens=False))]
     if table := _table(finding, states, size):

@@ -23,10 +23,10 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.distributed_c10d import Work
 
 from . import ADDRESS, board, flight
-from .causes import FINISHED, GROUPS
+from .causes import FINISHED, GROUPS, LEAVING
 from .collectives import ALIKE, BETWEEN_TWO, call_of
 from .doctor import Doctor, excepthook, raised
-from .ledger import COLLECTIVE, Entry, Ledger, group_entry, mesh_entry
+from .ledger import COLLECTIVE, LOCAL_GROUP, Entry, Ledger, group_entry, mesh_entry
 from .marks import Step, record
 
 BEFORE = 0.9
@@ -195,7 +195,7 @@ def _destroying(group: Any = None) -> Iterator[None]:
     if _watched.doctor and not _watched.doctor.is_hosted and group in (None, distributed_c10d.GroupMember.WORLD):
         _watched.doctor.end(FINISHED)  # the store goes with the group
         _watched.doctor = None
-    with record.step("destroy_process_group", "end", ()):
+    with record.step("destroy_process_group", LEAVING, ()):
         yield
 
 
@@ -210,7 +210,11 @@ def _creating(entry_of: Callable, *args: Any, **kwargs: Any) -> Iterator[None]:
         return
     page = GROUPS if members is None else f"{GROUPS} of {','.join(map(str, sorted(members)))}"
     with record.step(what, page, range(ledger.size) if members is None else members) as step:
-        ledger.agree(Entry(step.what, step.where), members)
+        if members is None:
+            ledger.agree(Entry(step.what, step.where))
+        else:
+            own = f"as a member of {len(distributed_c10d._world.pg_names)} groups"
+            ledger.agree(Entry(f"{step.what} {own}", step.where), members, LOCAL_GROUP)
         yield
     if _watched.doctor:
         _watched.doctor.post()

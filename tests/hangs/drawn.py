@@ -12,7 +12,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -40,7 +39,7 @@ KINDS: dict[str, tuple[Cause, ...]] = {
     "raises": (Cause.RAISED,),
     "ends early": (Cause.LEFT,),
     "groups in another order": (Cause.OTHER_ORDER,),
-    "skips a group": (Cause.OTHER_ORDER, Cause.OTHER_CODE),
+    "skips a group": (Cause.OTHER_ORDER, Cause.OTHER_CODE, Cause.SKIPPED),
     "creates a group with other ranks": (Cause.OTHER_ORDER,),
     "group by its members alone": (Cause.OTHER_ORDER,),
     "another collective": (Cause.OTHER_COLLECTIVE,),
@@ -57,8 +56,6 @@ KINDS: dict[str, tuple[Cause, ...]] = {
 """The mistakes, and the causes that are right for each."""
 NEEDS_LAUNCHER = ("another port", "another world size", "never started", "the rank of another", "stuck before it joins")
 """Mistakes before there is a store of the ranks' own."""
-ENDS_ITS_PROCESS = ("killed", "raises", "ends early")
-"""Mistakes that others notice by an error of the backend: only the launcher sees all."""
 CHECKED = ("another shape", "another dtype", "another root")
 """Mistakes that give wrong numbers in place of a hang, if collectives are not compared."""
 FOR_EVER = 300.0
@@ -126,9 +123,14 @@ def _draw(dice: random.Random, seed: int, kind: str) -> Program:
     is_slow = dice.random() < 0.4 and not kind
     # Together they stay below the deadline.
     delays = tuple(dice.uniform(0, 0.4) * deadline if is_slow else 0.0 for _ in range(ranks))
-    by_launcher = kind in NEEDS_LAUNCHER + ENDS_ITS_PROCESS or dice.random() < 0.5
+    by_launcher = kind in NEEDS_LAUNCHER or dice.random() < 0.5
     check = kind in CHECKED or dice.random() < 0.2
     return Program(seed, ranks, deadline, by_launcher, check, (*ops, Op("barrier")), delays)
+
+
+def _are_equal(members: list[int], groups: list[tuple[int, ...]]) -> bool:
+    """Whether these ranks are in equally many groups: otherwise torch hangs in new_group with use_local_synchronization."""
+    return len({sum(rank in group for group in groups) for rank in members}) == 1
 
 
 def _op(dice: random.Random, ranks: int, groups: list[tuple[int, ...]]) -> Op:
@@ -142,7 +144,8 @@ def _op(dice: random.Random, ranks: int, groups: list[tuple[int, ...]]) -> Op:
             if dice.random() < 0.5 and ranks % 2 == 0:
                 half = ranks // 2
                 return Op("groups", members=(tuple(range(half)), tuple(range(half, ranks))))
-            return Op(dice.choice(["groups", "local groups"]), members=(tuple(members),))
+            what = dice.choice(["groups", "local groups"]) if _are_equal(members, groups) else "groups"
+            return Op(what, members=(tuple(members),))
         case "mesh":
             return Op("mesh", size=2 if ranks % 2 == 0 else ranks)
         case "compute":
@@ -275,15 +278,15 @@ def _rank(program: Program, rank: int, sender: Connection) -> None:
     """What one rank does, in its process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    kept = doctor.report
+    kept = doctor.reported
 
-    def report(*arguments: object) -> Report:
+    def reported(*arguments: object) -> Report:
         made = kept(*arguments)
         if not program.by_launcher:
             sender.send(made.write())
         return made
 
-    doctor.report = report
+    doctor.reported = reported
     mine = program.kind if rank == program.rank else ""
     if mine == "another port":
         os.environ["MASTER_PORT"] = str(free_port())
@@ -353,106 +356,89 @@ def _steps(program: Program, rank: int, mine: str) -> None:
                 ctypes.PyDLL(None).sleep(int(FOR_EVER))
             case "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
-        _create(op, rank, mistake, program, groups, members) if op.members or op.what == "mesh" else _do(
-            op, rank, mistake, groups[op.group], members[op.group], program.ranks
-        )
+        if op.members or op.what == "mesh":
+            _create(at, op, rank, mistake, program, groups, members)
+        else:
+            _do(at, op, rank, mistake, groups[op.group], members[op.group], program.ranks)
 
 
-def _create(op: Op, rank: int, mistake: str, program: Program, groups: list, members: list) -> None:
+def _create(at: int, op: Op, rank: int, mistake: str, program: Program, groups: list, members: list) -> None:
+    here = {"dist": dist, "init_device_mesh": init_device_mesh, "made": {}}
     if op.what == "mesh":
-        shape = (program.ranks // op.size, op.size)
-        init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        here["shape"] = (program.ranks // op.size, op.size)
+        _at_line(at, "init_device_mesh('cpu', shape, mesh_dim_names=('dp', 'tp'))", here)
         return
     wanted = list(op.members)
-    made = {}
-    everyone_alone = program.kind == "group by its members alone" and op is program.ops[program.at]
+    is_local = op.what == "local groups"
+    everyone_alone = program.kind == "group by its members alone" and at == program.at
     for one in wanted[::-1] if mistake == "groups in another order" else wanted:
-        if mistake == "skips a group" or (everyone_alone and rank not in one):
+        if mistake == "skips a group" or (rank not in one and (everyone_alone or is_local)):
             continue
         ranks = list(one)
         if mistake == "creates a group with other ranks":
             ranks = [other for other in range(program.ranks) if other != one[0]]
-        if op.what == "local groups" and rank not in one:
-            continue
-        made[one] = dist.new_group(ranks, use_local_synchronization=op.what == "local groups")
+        here |= {"one": one, "ranks": ranks, "local": is_local}
+        _at_line(at, "made[one] = dist.new_group(ranks, use_local_synchronization=local)", here)
+    made = here["made"]
     groups += [made.get(one) for one in wanted]
     members += wanted
 
 
-def _do(op: Op, rank: int, mistake: str, group: object, members: tuple[int, ...], size: int) -> None:
+def _do(at: int, op: Op, rank: int, mistake: str, group: object, members: tuple[int, ...], size: int) -> None:
     """One step of one rank; a rank that is no member of its group goes on."""
     if op.what == "compute":
         time.sleep(op.seconds)
         return
     tensor = torch.ones(op.size)
+    here = {
+        "dist": dist,
+        "tensor": tensor,
+        "group": group,
+        "members": members,
+        "rank": rank,
+        "root": op.root,
+        "size": size,
+    }
     if op.what == "send":
-        receiver = (op.root + 1) % size
         if rank == op.root and mistake != "does not send":
-            dist.send(tensor, receiver)
-        if rank == receiver:
-            dist.recv(tensor, op.root)
+            _at_line(at, "dist.send(tensor, (root + 1) % size)", here)
+        if rank == (op.root + 1) % size:
+            _at_line(at, "dist.recv(tensor, root)", here)
         return
-    if rank not in members:
+    if rank not in members or mistake in ("skips a barrier", "skips a collective"):
         return
-    if mistake in ("skips a barrier", "skips a collective"):
-        return
-    if mistake == "another shape":
-        tensor = torch.ones(op.size + 3)
-    if mistake == "another dtype":
-        tensor = tensor.double()
-    root = members[(members.index(op.root) + 1) % len(members)] if mistake == "another root" else op.root
-    if mistake == "another collective":
-        dist.broadcast(tensor, op.root, group=group)
-        return
-    CALLS[op.what](tensor, root, group, members, rank)
+    what = op.what
+    match mistake:
+        case "another shape":
+            here["tensor"] = torch.ones(op.size + 3)
+        case "another dtype":
+            here["tensor"] = tensor.double()
+        case "another root":
+            here["root"] = members[(members.index(op.root) + 1) % len(members)]
+        case "another collective":
+            what = "broadcast"
+    _at_line(at, CALLS[what], here)
 
 
-def _all_gather(tensor, root, group, members, rank):
-    dist.all_gather([torch.empty_like(tensor) for _ in members], tensor, group=group)
+def _at_line(at: int, source: str, names: dict[str, object]) -> None:
+    """Runs a step as if it were in a line of its own in a file of the program, as those of people are."""
+    exec(compile("\n" * at + source, "drawn.py", "exec"), names | {"__name__": "drawn"})
 
 
-def _gather(tensor, root, group, members, rank):
-    dist.gather(tensor, [torch.empty_like(tensor) for _ in members] if rank == root else None, root, group=group)
-
-
-def _object(tensor, root, group, members, rank):
-    dist.all_gather_object([None] * len(members), {"rank": rank}, group=group)
-
-
-def _functional(tensor, root, group, members, rank):
-    from torch.distributed import _functional_collectives
-
-    _functional_collectives.all_reduce(tensor, "sum", group or dist.group.WORLD).sum()
-
-
-def _async(tensor, root, group, members, rank):
-    dist.all_reduce(tensor, group=group, async_op=True).wait()
-
-
-def _ring(tensor, root, group, members, rank):
-    at = members.index(rank)
-    after, before = members[(at + 1) % len(members)], members[at - 1]
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, tensor, after, group),
-            dist.P2POp(dist.irecv, torch.empty_like(tensor), before, group),
-        ]
-    )
-    for work in works:
-        work.wait()
-
-
-CALLS: dict[str, Callable[..., None]] = {
-    "all_reduce": lambda tensor, root, group, members, rank: dist.all_reduce(tensor, group=group),
-    "broadcast": lambda tensor, root, group, members, rank: dist.broadcast(tensor, root, group=group),
-    "reduce": lambda tensor, root, group, members, rank: dist.reduce(tensor, root, group=group),
-    "barrier": lambda tensor, root, group, members, rank: dist.barrier(group=group),
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "object": _object,
-    "functional": _functional,
-    "async": _async,
-    "ring": _ring,
+CALLS = {
+    "all_reduce": "dist.all_reduce(tensor, group=group)",
+    "broadcast": "dist.broadcast(tensor, root, group=group)",
+    "reduce": "dist.reduce(tensor, root, group=group)",
+    "barrier": "dist.barrier(group=group)",
+    "all_gather": "dist.all_gather([tensor.clone() for _ in members], tensor, group=group)",
+    "gather": "dist.gather(tensor, [tensor.clone() for _ in members] if rank == root else None, root, group=group)",
+    "object": "dist.all_gather_object([None] * len(members), {'rank': rank}, group=group)",
+    "functional": "import torch.distributed._functional_collectives as functional; "
+    "functional.all_reduce(tensor, 'sum', group or dist.group.WORLD).sum()",
+    "async": "dist.all_reduce(tensor, group=group, async_op=True).wait()",
+    "ring": "at = members.index(rank); after, before = members[(at + 1) % len(members)], members[at - 1]; "
+    "ops = [dist.P2POp(dist.isend, tensor, after, group), dist.P2POp(dist.irecv, tensor.clone(), before, group)]; "
+    "[work.wait() for work in dist.batch_isend_irecv(ops)]",
 }
 
 

@@ -1,0 +1,121 @@
+"""`make hangs SEED=N`: draws programs of several ranks, with a mistake or healthy, and prints what was said of them.
+
+    python tests/hangs/run.py [--seed N] [--hangs 120] [--healthy 200] [--output results/hangs.jsonl]
+
+A second call goes on where the first one ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY / "workflow"), str(REPOSITORY / "tests")]
+
+from hangs import drawn  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hangs", type=int, default=120)
+    parser.add_argument("--healthy", type=int, default=200)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "results/hangs.jsonl")
+    args = parser.parse_args()
+    rows = list(judged(args.seed, args.hangs, args.healthy, args.output))
+    print(table(rows, args.seed))
+    return 0
+
+
+def judged(seed: int, hangs: int, healthy: int, kept: Path) -> Iterable[dict]:
+    """A row for each program, from the file of rows where it has been run before."""
+    old = {}
+    if kept.exists():
+        rows = [json.loads(line) for line in kept.read_text().splitlines()]
+        old = {(row["kind"], row["seed"]): row for row in rows}
+    dice = random.Random(seed)
+    kinds = [kind for at, kind in zip(range(hangs), _in_turn(list(drawn.KINDS), dice), strict=False)]
+    for at, kind in enumerate([*kinds, *[""] * healthy]):
+        key = (kind, seed * 1000 + at)
+        if key not in old:
+            row = as_row(drawn.draw(key[1], kind))
+            with kept.open("a") as file:
+                file.write(f"{json.dumps(row)}\n")
+            old[key] = row
+            print(_line(row), flush=True)
+        yield old[key]
+
+
+def _in_turn(kinds: list[str], dice: random.Random) -> Iterable[str]:
+    while True:
+        dice.shuffle(kinds)
+        yield from kinds
+
+
+def as_row(program: drawn.Program) -> dict:
+    """Runs a program and says what came of it."""
+    outcome = drawn.run(program)
+    row = {
+        "kind": program.kind,
+        "seed": program.seed,
+        "ranks": program.ranks,
+        "deadline": round(program.deadline, 1),
+        "store": "launcher's" if program.by_launcher else "own",
+        "check": program.check,
+        "rank": program.rank,
+        "step": program.ops[program.at].what if program.kind else "",
+        "cause": outcome.cause,
+        "named": outcome.ranks,
+        "sentence": outcome.sentence,
+        "late": round(outcome.seconds - program.deadline, 1),
+        "ended": outcome.ended,
+        "left": outcome.is_left,
+    }
+    if program.kind:
+        row["right rank"], row["right cause"] = drawn.is_right(program, outcome)
+    else:
+        row["quiet"] = not outcome.cause and all(code == 0 for code in outcome.ended)
+    return row
+
+
+def _line(row: dict) -> str:
+    if not row["kind"]:
+        return f"healthy, seed {row['seed']}: {'quiet' if row['quiet'] else row['sentence'] or row['ended']}"
+    said = (
+        "right" if row["right rank"] and row["right cause"] else f"{row['named']}: {row['sentence'] or 'nothing said'}"
+    )
+    return f"{row['kind']}, seed {row['seed']}, rank {row['rank']}: {said}"
+
+
+def table(rows: list[dict], seed: int) -> str:
+    """What `make hangs` prints."""
+    lines = [f"{'mistake':34}{'runs':>5}{'rank':>6}{'cause':>7}{'latest end after the deadline':>32}"]
+    hangs = [row for row in rows if row["kind"]]
+    for kind in drawn.KINDS:
+        if of := [row for row in hangs if row["kind"] == kind]:
+            lines.append(_counted(kind, of))
+    lines.append(_counted("all", hangs))
+    healthy = [row for row in rows if not row["kind"]]
+    quiet = _count(healthy, lambda row: row["quiet"])
+    lines.append(f"{len(healthy)} healthy programs: {len(healthy) - quiet} false alarms")
+    lines.append(f"processes left behind: {_count(rows, lambda row: row['left'])}; seed {seed}")
+    return "\n".join(lines)
+
+
+def _counted(name: str, rows: list[dict]) -> str:
+    rank, cause = _count(rows, lambda row: row["right rank"]), _count(rows, lambda row: row["right cause"])
+    late = max(row["late"] for row in rows)
+    return f"{name:34}{len(rows):>5}{rank:>6}{cause:>7}{f'{late:.1f} s' if late > 0 else 'before it':>32}"
+
+
+def _count(rows: list[dict], is_so: Callable[[dict], bool]) -> int:
+    return sum(map(is_so, rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

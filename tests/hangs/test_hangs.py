@@ -1,0 +1,37 @@
+"""Each mistake in four forked ranks or so, and healthy programs: what is said names the rank and the cause."""
+
+import re
+import sys
+
+import pytest
+
+from hangs import drawn, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kind", drawn.KINDS)
+def test_a_mistake_is_named_with_its_rank_and_all_ranks_end(kind):
+    program = drawn.draw(1, kind)
+    outcome = drawn.run(program)
+    print(f"{outcome.seconds - program.deadline:.1f} s after the deadline")
+    assert (drawn.is_right(program, outcome), outcome.is_left) == ((True, True), False), (program, outcome)
+    assert re.match(r"[A-Z].*\.$", outcome.sentence), outcome.sentence
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_said_of_a_healthy_program(seed):
+    outcome = drawn.run(drawn.draw(seed))
+    assert (outcome.cause, set(outcome.ended)) == ("", {0}), outcome
+
+
+def test_rows_that_are_there_are_not_run_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["run.py", "--hangs", "1", "--healthy", "1", "--output", str(tmp_path / "rows.jsonl")]
+    )
+    assert run.main() == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr(drawn, "run", lambda program: pytest.fail("it was run again"))
+    assert run.main() == 0
+    table = capsys.readouterr().out
+    assert table in first and "1 healthy programs: 0 false alarms" in table
