@@ -3,6 +3,7 @@
 # make check    sets up and passes lint and the fast tests
 # make setup-slurm   sets up for runs on Slurm, too (docs/clusters.md)
 # make setup-s3      sets up for a golden that is kept on S3, too (docs/clusters.md)
+# make setup-distributed   sets up for ranks that Ray starts, too (docs/distributed.md)
 # make tutorial SEED=N   sets up and makes a folder with a port that has one mistake to find (docs/tutorial.md)
 # make tutorial-answer SEED=N   prints the diff that corrects this port
 # make docs     sets up and builds the site of the docs, in site/
@@ -23,7 +24,7 @@ N ?= 1000
 TUTORIAL ?= tutorial
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report tutorial tutorial-answer docs test check fast lower-bounds lint types style same bugs families false-alarms hangs report-cases bench setup setup-slurm setup-s3 setup-dev
+.PHONY: report tutorial tutorial-answer docs test check fast lower-bounds lint types style same bugs families false-alarms hangs report-cases bench setup setup-slurm setup-s3 setup-distributed setup-dev
 
 report: setup
 	layerproof run --exit-zero --cores $(CORES)
@@ -89,6 +90,8 @@ style:
 setup: $(VENV)/run.done
 
 setup-slurm: $(VENV)/slurm.done
+
+setup-distributed: $(VENV)/distributed.done
 
 setup-s3: $(VENV)/s3.done
 

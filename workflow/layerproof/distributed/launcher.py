@@ -21,9 +21,9 @@ class Attendant:
     store: Any = field(default_factory=board.host)
     _gone: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def variables(self) -> dict[str, str]:
-        """What the environment of each rank has to have."""
-        return {ADDRESS: f"127.0.0.1:{self.store.port}"} | ({WORLD: self.world} if self.world else {})
+    def variables(self, host: str = "127.0.0.1") -> dict[str, str]:
+        """What the environment of each rank has to have; `host` is what the ranks' hosts call this one."""
+        return {ADDRESS: f"{host}:{self.store.port}"} | ({WORLD: self.world} if self.world else {})
 
     def look(self) -> None:
         """Notes the processes that are gone; to be called every second or so, because who went first is to blame."""

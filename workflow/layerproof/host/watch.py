@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from layerproof import distributed
@@ -34,6 +36,8 @@ def run(command: Sequence[str], deadline: float | None, check_collectives: bool 
         variables[distributed.DEADLINE] = f"{deadline:g}"
     if check_collectives:
         variables[distributed.CHECK] = "1"
+    if "RAY_ADDRESS" in os.environ:
+        print(_for_a_cluster(variables | attendant.variables(socket.getfqdn())), file=sys.stderr, flush=True)
     try:
         process = subprocess.Popen(command, env=os.environ | variables)
     except OSError as error:
@@ -50,3 +54,12 @@ def run(command: Sequence[str], deadline: float | None, check_collectives: bool 
         for report in attendant.reports():
             print(f"\n{report.text}", end="", file=sys.stderr, flush=True)
     return process.returncode
+
+
+def _for_a_cluster(variables: Mapping[str, str]) -> str:
+    """What a program has to add for workers that do not inherit its environment."""
+    added = json.dumps({"env_vars": dict(variables)})
+    return (
+        "layerproof: the workers of the Ray cluster at RAY_ADDRESS do not have the environment of this command. They are "
+        f"watched if their hosts have the same folders and the program says ray.init(runtime_env={added})"
+    )
