@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerproof import distributed
@@ -288,12 +289,7 @@ def _rank(program: Program, rank: int, sender: Connection) -> None:
 
     doctor.reported = reported
     mine = program.kind if rank == program.rank else ""
-    if mine == "another port":
-        os.environ["MASTER_PORT"] = str(free_port())
-    if mine == "another world size":
-        os.environ["WORLD_SIZE"] = str(program.ranks + 1)
-    if mine == "the rank of another":
-        os.environ["RANK"] = str((rank + 1) % program.ranks)
+    make_early_mistake(mine, program, rank)
     distributed.watch(timedelta(seconds=program.deadline), program.check)
     time.sleep(program.delays[rank])
     if mine == "stuck before it joins":
@@ -301,10 +297,10 @@ def _rank(program: Program, rank: int, sender: Connection) -> None:
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=max(60, 3 * program.deadline)))
         if program.check and program.seed % 2 and not program.kind:  # it is set up a second time
-            store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+            store = distributed_c10d.PrefixStore("again", distributed_c10d._get_default_store())
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=program.ranks)
-        _steps(program, rank, mine)
+        run_steps(program, rank, mine)
         dist.destroy_process_group()
         distributed.ended()
     except Exception as error:
@@ -314,6 +310,16 @@ def _rank(program: Program, rank: int, sender: Connection) -> None:
             sender.send(_from_error(error).write())
         sys.stdout.flush()
         os._exit(1)
+
+
+def make_early_mistake(mine: str, program: Program, rank: int) -> None:
+    """Changes the environment of a rank whose mistake is there."""
+    if mine == "another port":
+        os.environ["MASTER_PORT"] = str(free_port())
+    if mine == "another world size":
+        os.environ["WORLD_SIZE"] = str(program.ranks + 1)
+    if mine == "the rank of another":
+        os.environ["RANK"] = str((rank + 1) % program.ranks)
 
 
 def _from_error(error: Exception) -> Report:
@@ -338,7 +344,7 @@ def _stuck(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _steps(program: Program, rank: int, mine: str) -> None:
+def run_steps(program: Program, rank: int, mine: str) -> None:
     groups: list[object] = [None]
     members: list[tuple[int, ...]] = [tuple(range(program.ranks))]
     for at, op in enumerate(program.ops):

@@ -11,13 +11,14 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "workflow"), str(REPOSITORY / "tests")]
 
-from hangs import drawn  # noqa: E402
+from hangs import drawn, others  # noqa: E402
 
 
 def main() -> int:
@@ -29,26 +30,49 @@ def main() -> int:
     args = parser.parse_args()
     rows = list(judged(args.seed, args.hangs, args.healthy, args.output))
     print(table(rows, args.seed))
+    compared = args.output.with_name(f"{args.output.stem}_torch{args.output.suffix}")
+    print("\n".join(others_say([row for row in rows if row["kind"]], compared)))
     return 0
+
+
+def others_say(rows: Sequence[dict], kept: Path) -> Iterable[str]:
+    """What torch's own tools say of the first hang of each kind, from the file of what has been run before."""
+    old = {(row["seed"], row["way"]): row for row in _read(kept)}
+    for kind in drawn.KINDS:
+        for row in [row for row in rows if row["kind"] == kind][:1]:
+            yield f"{kind} (rank {row['rank']})"
+            for way in others.WAYS:
+                if (row["seed"], way) not in old:
+                    said = asdict(others.said_of(drawn.draw(row["seed"], kind), way)) | {"seed": row["seed"]}
+                    _keep(kept, said)
+                    old[row["seed"], way] = said
+                values = {name: value for name, value in old[row["seed"], way].items() if name != "seed"}
+                yield f"  {others.Said(**values)}"
 
 
 def judged(seed: int, hangs: int, healthy: int, kept: Path) -> Iterable[dict]:
     """A row for each program, from the file of rows where it has been run before."""
-    old = {}
-    if kept.exists():
-        rows = [json.loads(line) for line in kept.read_text().splitlines()]
-        old = {(row["kind"], row["seed"]): row for row in rows}
+    old = {(row["kind"], row["seed"]): row for row in _read(kept)}
     dice = random.Random(seed)
     kinds = [kind for at, kind in zip(range(hangs), _in_turn(list(drawn.KINDS), dice), strict=False)]
     for at, kind in enumerate([*kinds, *[""] * healthy]):
         key = (kind, seed * 1000 + at)
         if key not in old:
             row = as_row(drawn.draw(key[1], kind))
-            with kept.open("a") as file:
-                file.write(f"{json.dumps(row)}\n")
+            _keep(kept, row)
             old[key] = row
             print(_line(row), flush=True)
         yield old[key]
+
+
+def _read(kept: Path) -> list[dict]:
+    return [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+
+
+def _keep(kept: Path, row: dict) -> None:
+    kept.parent.mkdir(exist_ok=True)
+    with kept.open("a") as file:
+        file.write(f"{json.dumps(row)}\n")
 
 
 def _in_turn(kinds: list[str], dice: random.Random) -> Iterable[str]:
