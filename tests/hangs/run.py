@@ -100,19 +100,23 @@ def as_row(program: drawn.Program) -> dict:
         "ended": outcome.ended,
         "left": outcome.is_left,
     }
-    if program.kind:
-        row["right rank"], row["right cause"] = drawn.is_right(program, outcome)
-    else:
-        row["quiet"] = not outcome.cause and all(code == 0 for code in outcome.ended)
     return row
+
+
+def is_right(row: dict) -> tuple[bool, bool]:
+    """Whether the rank and the cause that were named are right."""
+    program = drawn.draw(row["seed"], row["kind"])
+    return drawn.is_right(program, drawn.Outcome(row["cause"], row["named"]))
+
+
+def is_quiet(row: dict) -> bool:
+    return not row["cause"] and all(code == 0 for code in row["ended"])
 
 
 def _line(row: dict) -> str:
     if not row["kind"]:
-        return f"healthy, seed {row['seed']}: {'quiet' if row['quiet'] else row['sentence'] or row['ended']}"
-    said = (
-        "right" if row["right rank"] and row["right cause"] else f"{row['named']}: {row['sentence'] or 'nothing said'}"
-    )
+        return f"healthy, seed {row['seed']}: {'quiet' if is_quiet(row) else row['sentence'] or row['ended']}"
+    said = "right" if all(is_right(row)) else f"{row['named']}: {row['sentence'] or 'nothing said'}"
     return f"{row['kind']}, seed {row['seed']}, rank {row['rank']}: {said}"
 
 
@@ -125,14 +129,14 @@ def table(rows: list[dict], seed: int) -> str:
             lines.append(_counted(kind, of))
     lines.append(_counted("all", hangs))
     healthy = [row for row in rows if not row["kind"]]
-    quiet = _count(healthy, lambda row: row["quiet"])
+    quiet = _count(healthy, is_quiet)
     lines.append(f"{len(healthy)} healthy programs: {len(healthy) - quiet} false alarms")
     lines.append(f"processes left behind: {_count(rows, lambda row: row['left'])}; seed {seed}")
     return "\n".join(lines)
 
 
 def _counted(name: str, rows: list[dict]) -> str:
-    rank, cause = _count(rows, lambda row: row["right rank"]), _count(rows, lambda row: row["right cause"])
+    rank, cause = (sum(right) for right in zip(*map(is_right, rows), strict=True))
     late = max(row["late"] for row in rows)
     return f"{name:34}{len(rows):>5}{rank:>6}{cause:>7}{f'{late:.1f} s' if late > 0 else 'before it':>32}"
 

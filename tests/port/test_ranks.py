@@ -281,3 +281,18 @@ def test_ranks_end_with_their_job(tmp_path):
     os.waitpid(child, 0)
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def code_of_ranks():
+    def work(rank):
+        from layerproof.distributed import process_group
+
+        process_group.initialise("cpu")
+        time.sleep(0.6)  # the doctor looks meanwhile
+
+    return ranks.code_of(ranks.run(2, work))
+
+
+def test_what_the_doctor_finds_time_for_is_not_recorded():
+    files = {entry.rpartition("::")[0].rpartition("/")[2] for entry in in_a_fresh_process(code_of_ranks)}
+    assert "process_group.py" in files and not {"doctor.py", "board.py", "watching.py", "marks.py"} & files

@@ -55,7 +55,10 @@ class State:
     def with_flight(self) -> State:
         """The same with the collective of Flight Recorder that it is in, if its own marks show no step: C++ has begun it."""
         counts = {step.group: step.number + 1 for step in self.recorded}
-        steps = [] if self.open() else [step for step in self.recorded if step.ended is None]
+        where = f"{self.stack[-1]}" if self.stack else "a line that Flight Recorder does not say"
+        steps = (
+            [] if self.open() else [dataclasses.replace(step, where=where) for step in self.recorded if not step.ended]
+        )
         return dataclasses.replace(self, steps=[*self.steps, *steps], counts={**self.counts, **counts})
 
     def without_ended(self, others: Iterable[State]) -> State:

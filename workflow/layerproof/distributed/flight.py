@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
@@ -59,7 +60,7 @@ def open_step() -> Step | None:
 def _step(entry: Mapping[str, Any], group: Any) -> Step:
     """One entry. It has ended when it is retired: gloo's state stays "scheduled", and `pg_status` counts messages, too."""
     shapes = [
-        f"{dtype.lower()}{shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
+        f"{_dtype(dtype)}{shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
     ]
     name = entry["profiling_name"].rpartition(":")[2]
     began = entry["time_created_ns"] / 1e9
@@ -68,10 +69,15 @@ def _step(entry: Mapping[str, Any], group: Any) -> Step:
         ", ".join(shapes) if name in ALIKE else "",
         f"{name_of(group, members_of(group))}{BY_FLIGHT}",
         entry["collective_seq_id"],
-        "a line that Flight Recorder does not say",
+        "",  # which it does not have
         began,
         max(began, time.time()) if entry["retired"] else None,
     )
+
+
+def _dtype(name: str) -> str:
+    """torch's name of a dtype that C++ calls "Float", say."""
+    return str(getattr(torch, name.lower(), name)).removeprefix("torch.")
 
 
 def _dumps() -> Iterator[dict[str, Any]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from .board import State
 from .causes import Cause, Finding, explain
@@ -45,12 +46,18 @@ def reported(states: Mapping[int, State], size: int) -> Report:
     """Says why the ranks of a world of this size do not get on, with a table and with the stacks of those to blame."""
     states = {rank: state.with_flight() for rank, state in states.items()}
     finding = explain(states, size)
+    finding = replace(finding, sentence=_shortly(finding.sentence), step=_shortly(finding.step))
     title = f"layerproof: {finding.sentence}"
     parts = ["\n".join(textwrap.wrap(title, WIDTH, break_long_words=False, break_on_hyphens=False))]
     if table := _table(finding, states, size):
         parts.append(textwrap.indent(table, "  "))
     parts += [_stack(states[rank]) for rank in _shown(finding, states)]
     return Report(finding, "\n\n".join(parts) + "\n")
+
+
+def _shortly(text: str) -> str:
+    """The same without the folder that packages are installed in."""
+    return re.sub(r"/\S*/site-packages/", "", text)
 
 
 def _table(finding: Finding, states: Mapping[int, State], size: int) -> str:
@@ -61,7 +68,7 @@ def _table(finding: Finding, states: Mapping[int, State], size: int) -> str:
     }
     for rank, state in states.items():
         for step in state.steps:
-            row = (step.group, step.number, str(step))
+            row = (step.group, step.number, _shortly(str(step)))
             began[row] = min(step.began, began.get(row, step.began))
             cells[rank][row] = _cell(step, state, now)
     rows = sorted(began, key=lambda row: began[row])[-ROWS:]
@@ -102,4 +109,4 @@ def _stack(state: State) -> str:
     head = f"rank {state.rank}, process {state.pid} on {state.host}"
     if state.ended:
         return f"{head}, {state.ended}"
-    return "\n".join([f"{head}, is at", *(f"  {line}" for line in list(state.stack)[-LINES:])])
+    return "\n".join([f"{head}, is at", *(f"  {_shortly(line)}" for line in list(state.stack)[-LINES:])])

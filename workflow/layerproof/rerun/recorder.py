@@ -21,6 +21,9 @@ RECORDER = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("recor
 INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 LIBRARY = f"{Path(__file__).resolve().parents[1]}/"
 """Layerproof's own code, which counts wherever it is installed."""
+DISTRIBUTED = f"{LIBRARY}distributed/"
+CHANGES_RANKS = tuple(f"{DISTRIBUTED}{name}.py" for name in ("process_group", "mesh"))
+"""What ranks compute by. The rest of the package watches them, on a thread that runs what it finds time for."""
 FAULTS, SHIPPED_PORTS = f"{LIBRARY}diagnose/faults/", f"{LIBRARY}_workflow/"
 """Parts of the library whose import is recorded, because it registers faults or belongs to a port."""
 
@@ -173,7 +176,7 @@ def cached[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 def sources() -> dict[str, float]:
     """The files of our own that are loaded as modules, with their modification times, as far as they exist."""
     names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    files = {name: modified_time(name) for name in names if name and (is_own(name) or name in RECORDER)}
+    files = {name: modified_time(name) for name in names if name and (is_own(name) or _is_around(name))}
     return {name: time for name, time in files.items() if time is not None and not is_generated(Path(name), time)}
 
 
@@ -213,11 +216,16 @@ def is_generated(path: Path, modified: float) -> bool:
 def is_own(filename: str) -> bool:
     """Whether a file is Python source that no package manager installed.
 
-    A template that Jinja compiled, for example, is not, and files of the recorder do not count. A name without a folder
+    A template that Jinja compiled, for example, is not, and files that run around jobs do not count. A name without a folder
     is not a file: torch.ops has one.
     """
     is_source = filename.endswith(".py") and os.path.isabs(filename)
-    return is_source and not _is_installed(filename) and filename not in RECORDER
+    return is_source and not _is_installed(filename) and not _is_around(filename)
+
+
+def _is_around(filename: str) -> bool:
+    """Whether a file runs around jobs without changing any."""
+    return filename in RECORDER or (filename.startswith(DISTRIBUTED) and filename not in CHANGES_RANKS)
 
 
 def _is_installed(filename: str) -> bool:
