@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # as snakemake --cores 1 sets it for every 
 from layerproof.environment import hardware  # noqa: E402
 from layerproof.files import read_json, write_json  # noqa: E402
 
-BENCHMARKS = ("memory", "scale", "overhead", "comparer", "storage")
+BENCHMARKS = ("memory", "scale", "overhead", "comparer", "storage", "watch")
 
 
 def main() -> None:

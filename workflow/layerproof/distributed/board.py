@@ -125,7 +125,7 @@ class Board:
 
     def post_step(self, rank: int, step: Step) -> None:
         """Posts only that a step has begun, for a rank that may die in it. That takes no wait: the store does not answer."""
-        self.store.set(self._key(f"step/{rank}"), json.dumps(dataclasses.asdict(step)))
+        self.store.set(self._key(f"step/{rank}"), json.dumps(vars(step)))
 
     def joined(self) -> list[tuple[int, str, int]]:
         """Rank, host and process of all that have joined."""

@@ -45,12 +45,10 @@ class Call:
 
 def call_of(function: Callable, *args: Any, **kwargs: Any) -> Call | None:
     """What is called, or None if this rank is no member of the group or the arguments are wrong, which torch then says."""
-    try:
-        bound = _signature(function).bind(*args, **kwargs)
-    except TypeError:
+    names, defaults = _parameters(function)
+    values, name = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}, function.__name__
+    if not set(names) <= set(values):
         return None
-    bound.apply_defaults()
-    values, name = bound.arguments, function.__name__
     members = members_of(values["group"])
     if dist.get_rank() not in members:
         return None
@@ -76,8 +74,10 @@ def _between_two(name: str, values: Mapping[str, Any], group: str, members: tupl
 
 
 @functools.cache
-def _signature(function: Callable) -> inspect.Signature:
-    return inspect.signature(function)
+def _parameters(function: Callable) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of a function's parameters, and the defaults of those that have one."""
+    parameters = inspect.signature(function).parameters
+    return tuple(parameters), {name: one.default for name, one in parameters.items() if one.default is not one.empty}
 
 
 def _said(value: Any) -> str:

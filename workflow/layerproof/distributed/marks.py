@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -119,5 +120,7 @@ def path_is_hidden(file: str) -> bool:
     )
 
 
+@functools.cache
 def is_hidden(module: str) -> bool:
+    """Whether a module is one whose lines are not what a user looks for."""
     return any(module == name or module.startswith(f"{name}.") for name in HIDDEN)
