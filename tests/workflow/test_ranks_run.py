@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 from runs import REPOSITORY, Workflow
@@ -17,7 +18,7 @@ def read(workflow, name):
     return json.loads((workflow.results / name).read_text())
 
 
-def test_a_port_on_two_ranks_is_judged_as_one(tmp_path):
+def test_a_port_on_two_ranks_is_judged_as_one(tmp_path, monkeypatch):
     split = {"parallel": {"tp": 2}, "port": {"module": PORT}}
     workflow = Workflow(tmp_path, layers="0-1", chains=["0-1"], **split)
     workflow.run(target="results/report.html results/bisect.json")
@@ -48,6 +49,21 @@ def test_a_port_on_two_ranks_is_judged_as_one(tmp_path):
     }
     forced = read(workflow, "diagnosis/layer_000.json")
     assert {culprit["tap"] for culprit in forced["culprits"]} == {"attn.q_norm", "attn.k_norm"}, "parts are forced"
+
+    monkeypatch.setenv("LAYERPROOF_WATCH_DEADLINE", "4")
+    workflow.edit(
+        PORT, (f"mean = {mean}", f"mean = __import__('time').sleep(600) if dist.get_rank() == 1 else summed({mean})")
+    )
+    workflow.run()
+    stages = read(workflow, "verdicts.json")["stages"]
+    assert {stage: stages[stage]["isolated"]["status"] for stage in ("embed", "layer_000")} == {
+        "embed": "pass",
+        "layer_000": "error",
+    }
+    reason = read(workflow, "compare/layer_000.json")["reason"]
+    assert "Rank 1 has not come to all_reduce(float32[2, " in reason and "Rank 1 is at " in reason
+    page = (workflow.results / "report.html").read_text()
+    assert "has not come to all_reduce" in page and re.search(r"step +rank 0 +rank 1", page), "with the end of the log"
 
 
 @pytest.mark.nxdi

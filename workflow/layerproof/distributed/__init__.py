@@ -10,7 +10,7 @@ import sys
 from datetime import timedelta
 
 DEADLINE = "LAYERPROOF_WATCH_DEADLINE"
-"""The variable with the seconds that ranks of a watched program may be apart; without it they have as long as torch."""
+"""The variable with the seconds that a rank may be in one step."""
 CHECK = "LAYERPROOF_WATCH_CHECK_COLLECTIVES"
 """The variable that, if it is set, has ranks compare each collective before it runs."""
 ADDRESS = "LAYERPROOF_WATCH_STORE"

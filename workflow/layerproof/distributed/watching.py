@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.distributed_c10d import Work
 
-from . import ADDRESS, board, flight
+from . import ADDRESS, CHECK, DEADLINE, board, flight
 from .causes import FINISHED, GROUPS, LEAVING
 from .collectives import ALIKE, BETWEEN_TWO, call_of
 from .doctor import Doctor, excepthook, raised
@@ -59,8 +59,8 @@ def watch(deadline: timedelta | None = None, check_collectives: bool = False) ->
 
     Call it in every rank, before `init_process_group` if you can. All ranks then agree on every group and mesh before torch
     creates it, and a rank that has been in one step of torch.distributed for longer than `deadline` ends them all with a
-    report that says why. The default is nine tenths of the timeout of `init_process_group`. With `check_collectives` they
-    agree before each collective, too.
+    report that says why. With `check_collectives` they agree before each collective, too. The variables DEADLINE and CHECK
+    do the same; without either, the deadline is nine tenths of the timeout of `init_process_group`.
 
     It needs no other change: the functions are replaced in torch and in all modules that have imported them. A mesh and the
     groups that it makes inside are one entry. With `use_local_synchronization` the members alone agree.
@@ -69,7 +69,9 @@ def watch(deadline: timedelta | None = None, check_collectives: bool = False) ->
     if hasattr(distributed_c10d.new_group, "_watched"):
         return
     flight.switch_on()
-    _watched.deadline, _watched.check_collectives = deadline, check_collectives
+    seconds = os.environ.get(DEADLINE)
+    _watched.deadline = deadline or (timedelta(seconds=float(seconds)) if seconds else None)
+    _watched.check_collectives = check_collectives or CHECK in os.environ
     enters: dict[Callable, Enter] = {
         distributed_c10d.init_process_group: _initialising,
         distributed_c10d.destroy_process_group: _destroying,

@@ -7,7 +7,6 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from datetime import timedelta
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = "layerproof_watch"
@@ -41,8 +40,7 @@ def watch():
     assert spec and spec.loader, "its file is there"
     package = sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
-    seconds = os.environ.get(package.DEADLINE)
-    package.watch(timedelta(seconds=float(seconds)) if seconds else None, package.CHECK in os.environ)
+    package.watch()
 
 
 def run_the_one_behind():
