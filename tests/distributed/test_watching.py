@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import new_group
 
 from configs import REPOSITORY
-from layerproof.distributed import watch, watching
+from layerproof.distributed import progress, watch, watching
 from layerproof.errors import StageError
 from layerproof.port import ranks
 
@@ -228,3 +228,92 @@ def test_a_copy_of_the_folder_works_without_the_rest_of_layerproof(tmp_path):
     alone = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # none of a launcher's
     ended = subprocess.run(start, capture_output=True, text=True, cwd=tmp_path, env=alone)
     assert ended.stdout.endswith("1 []\n"), ended.stderr
+
+
+def test_members_of_unequally_many_groups_are_told_before_torch_names_their_group_differently():
+    """torch's name of a group with use_local_synchronization has the number of groups that the rank is in."""
+
+    def work(rank):
+        dist.new_group([0, 1])
+        if rank in (1, 2):
+            dist.new_group([1, 2], use_local_synchronization=True)
+
+    told = in_ranks(work)
+    at = line(work, 3)
+    both = [f"rank {rank} creates new_group([1, 2]) as a member of {3 - rank} groups at {at}" for rank in (1, 2)]
+    assert told[0] is told[3] is None and all("; ".join(both) in told[rank] for rank in (1, 2))
+    assert "all of its members have to be in equally many before" in told[1]
+
+
+def checked(work):
+    def run(rank):
+        watch(SOON, check_collectives=True)
+        return work(rank)
+
+    return in_ranks(run, watched=False)
+
+
+@pytest.mark.parametrize(
+    ("others", "last", "said"),
+    [
+        (
+            lambda: dist.all_reduce(torch.ones(4)),
+            lambda: dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX),
+            ("all_reduce(float32[4], SUM)", "all_reduce(float32[4], MAX)"),
+        ),
+        (
+            lambda: dist.broadcast(torch.ones(4), 0),
+            lambda: dist.broadcast(torch.ones(4), 1),
+            ("broadcast(float32[4], src=0)", "broadcast(float32[4], src=1)"),
+        ),
+        (
+            lambda: dist.all_gather([torch.empty(2)] * 4, torch.ones(2)),
+            lambda: dist.all_gather([torch.empty(2).half()] * 4, torch.ones(2).half()),
+            ("all_gather(4 x float32[2])", "all_gather(4 x float16[2])"),
+        ),
+        (lambda: dist.barrier(), lambda: dist.all_reduce(torch.ones(1)), ("barrier", "all_reduce(float32[1], SUM)")),
+    ],
+    ids=["operation", "root", "dtype", "another one"],
+)
+def test_another_collective_is_told_before_it_runs(others, last, said):
+    for told in checked(lambda rank: last() if rank == 3 else others()):
+        assert f"collective 0 is not the same on all ranks: ranks 0, 1 and 2 call {said[0]} at " in told
+        assert f"; rank 3 calls {said[1]} at " in told
+
+
+def test_collectives_that_only_look_different_pass():
+    def work(rank):
+        group = dist.new_group([1, 3])
+        if rank in (1, 3):
+            value = torch.tensor([float(rank)])
+            dist.broadcast(value, **({"src": 3} if rank == 1 else {"group_src": 1}), group=group)
+            dist.gather(torch.ones(2), [torch.empty(2)] * 2 if rank == 1 else None, 1, group=group)
+            return value.item()
+
+    assert checked(work) == [None, 3.0, None, 3.0]
+
+
+def test_a_rank_that_reports_progress_is_waited_for():
+    def work(rank):
+        if rank == 3:
+            for _ in range(3):
+                time.sleep(0.6 * SOON.total_seconds())
+                progress()
+        dist.barrier()
+        return "done"
+
+    assert in_ranks(work) == ["done"] * 4
+
+
+def test_a_store_that_a_launcher_does_not_host_does_as_well():
+    """As in a program that calls watch() and that nothing but torchrun starts."""
+    program = (
+        f"import sys, time; sys.path.insert(0, {str(REPOSITORY / 'workflow')!r}); from datetime import timedelta; "
+        "import torch.distributed as dist; from layerproof import distributed; "
+        "distributed.watch(timedelta(seconds=3)); dist.init_process_group('gloo'); "
+        "time.sleep(60 if dist.get_rank() == 1 else 0); dist.barrier()"
+    )
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    ended = subprocess.run([*start, sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "layerproof: Rank 1 has not come to barrier at <string>:1, where rank 0 waits." in ended.stderr, ended.stderr

@@ -42,6 +42,14 @@ class Finding:
 
 
 States = Mapping[int, State]
+HOST_LOST = "has ended, and with it the store of all ranks: it was killed, called os._exit, or left its group"
+KILLED = "ended without an error of Python: it was killed, or called os._exit"
+FINISHED = "finished"
+RAISED = "raised"
+LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection (was )?(likely )?(closed|refused|reset)|remote process", re.I
+)
+"""What backends say on ranks that have lost another one."""
 LEAVING = "end"
 """The group of the step in which a rank destroys its default process group."""
 GROUPS = "groups"
@@ -115,16 +123,6 @@ def _ended(states: States, size: int) -> Finding | None:
         return Finding(Cause.LEFT, (first.rank,), f"{ended}{where}.{others}", str(missed))
     cause = Cause.RAISED if first.ended.startswith(RAISED) else Cause.DIED
     return Finding(cause, (first.rank,), f"rank {first.rank} {first.ended or KILLED}{where}.{others}", str(last or ""))
-
-
-HOST_LOST = "has ended, and with it the store of all ranks: it was killed, called os._exit, or left its group"
-KILLED = "ended without an error of Python: it was killed, or called os._exit"
-FINISHED = "finished"
-RAISED = "raised"
-LOST = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection (was )?(likely )?(closed|refused|reset)|remote process", re.I
-)
-"""What backends say on ranks that have lost another one."""
 
 
 def _is_consequence(state: State, gone: Sequence[State]) -> bool:

@@ -16,12 +16,12 @@ from .groups import members_of, name_of
 ALIKE: dict[str, tuple[str, ...]] = {
     "all_reduce": ("tensor", "op"),
     "all_reduce_coalesced": ("tensors", "op"),
-    "broadcast": ("tensor", "src", "group_src"),
-    "reduce": ("tensor", "dst", "group_dst", "op"),
+    "broadcast": ("tensor", "src"),
+    "reduce": ("tensor", "dst", "op"),
     "all_gather": ("tensor_list",),
     "all_gather_into_tensor": ("output_tensor",),
-    "gather": ("tensor", "dst", "group_dst"),
-    "scatter": ("tensor", "src", "group_src"),
+    "gather": ("tensor", "dst"),
+    "scatter": ("tensor", "src"),
     "reduce_scatter": ("input_list", "op"),
     "reduce_scatter_tensor": ("input", "op"),
     "all_to_all": (),
@@ -30,6 +30,7 @@ ALIKE: dict[str, tuple[str, ...]] = {
     "monitored_barrier": (),
 }
 """The collectives of torch.distributed, and their arguments that must not differ between ranks."""
+ROOTS = ("src", "dst")
 BETWEEN_TWO = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 """Those of a sender and a receiver, and the argument that names the other one."""
 
@@ -53,20 +54,18 @@ def call_of(function: Callable, *args: Any, **kwargs: Any) -> Call | None:
     if dist.get_rank() not in members:
         return None
     group = name_of(values["group"], members)
+    for role in ROOTS:  # which can be given by its number in the group, too
+        if values.get(role) is None and values.get(f"group_{role}") is not None:
+            values[role] = members[values[f"group_{role}"]]
     if name in BETWEEN_TWO:
         return _between_two(name, values, group, members)
     alike = {key: _said(values[key]) for key in ALIKE[name] if values[key] is not None}
     return Call(group, members, ", ".join(f"{key}={said}" if key in ROOTS else said for key, said in alike.items()))
 
 
-ROOTS = ("src", "dst", "group_src", "group_dst")
-
-
 def _between_two(name: str, values: Mapping[str, Any], group: str, members: tuple[int, ...]) -> Call | None:
     role = BETWEEN_TWO[name]
     other = values[role]
-    if other is None and values[f"group_{role}"] is not None:
-        other = members[values[f"group_{role}"]]
     if other is None:  # it takes what comes from any rank
         return None
     pair = (dist.get_rank(), other) if role == "dst" else (other, dist.get_rank())
