@@ -175,6 +175,7 @@ def test_a_second_default_group_has_a_ledger_of_its_own():
     def work(rank):
         dist.new_group([0, 1])
         store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
+        dist.barrier()  # while others still connect, none may leave
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
         dist.new_group([0, 1] if rank < 2 else [2, 3])
