@@ -55,13 +55,12 @@ def test_a_port_on_two_ranks_is_judged_as_one(tmp_path, monkeypatch):
         PORT, (f"mean = {mean}", f"mean = __import__('time').sleep(600) if dist.get_rank() == 1 else summed({mean})")
     )
     workflow.run()
-    stages = read(workflow, "verdicts.json")["stages"]
-    assert {stage: stages[stage]["isolated"]["status"] for stage in ("embed", "layer_000")} == {
+    assert {stage: read(workflow, f"compare/{stage}.json")["status"] for stage in ("embed", "layer_000")} == {
         "embed": "pass",
         "layer_000": "error",
     }
     reason = read(workflow, "compare/layer_000.json")["reason"]
-    assert "Rank 1 has not come to all_reduce(float32[2, " in reason and "Rank 1 is at " in reason
+    assert "Rank 1 has not come to all_reduce(float32[" in reason and "Rank 1 is at " in reason
     page = (workflow.results / "report.html").read_text()
     assert "has not come to all_reduce" in page and re.search(r"step +rank 0 +rank 1", page), "with the end of the log"
 
