@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import WORLD
-from .marks import Step
+from .marks import Step, longest_open
 
 HOST = socket.gethostname()
 READY = timedelta(seconds=10)
@@ -55,17 +55,16 @@ class State:
     def with_flight(self) -> State:
         """The same with the collective of Flight Recorder that it is in, if its own marks show no step: C++ has begun it."""
         counts = {step.group: step.number + 1 for step in self.recorded}
-        where = f"{self.stack[-1]}" if self.stack else "a line that Flight Recorder does not say"
-        steps = (
-            [] if self.open() else [dataclasses.replace(step, where=where) for step in self.recorded if not step.ended]
-        )
-        return dataclasses.replace(self, steps=[*self.steps, *steps], counts={**self.counts, **counts})
+        where = self.stack[-1] if self.stack else "a line that Flight Recorder does not say"
+        unended = [] if self.open() else [step for step in self.recorded if step.ended is None]
+        steps = [*self.steps, *(dataclasses.replace(step, where=where) for step in unended)]
+        return dataclasses.replace(self, steps=steps, counts={**self.counts, **counts})
 
     def without_ended(self, others: Iterable[State]) -> State:
         """The same without steps that are open only because this rank could not say more: others have ended them."""
-        ended = {_key(step) for other in others for step in other.steps if step.ended is not None}
+        ended = {step.key for other in others for step in other.steps if step.ended is not None}
         return dataclasses.replace(
-            self, steps=[step.at_its_end() if _key(step) in ended else step for step in self.steps]
+            self, steps=[step.at_its_end() if step.key in ended else step for step in self.steps]
         )
 
     def with_step(self, step: Step) -> State:
@@ -76,7 +75,7 @@ class State:
 
     def open(self) -> Step | None:
         """The step that it is in, the one that has lasted longest if there are several."""
-        return min((step for step in self.steps if step.ended is None), key=lambda step: step.began, default=None)
+        return longest_open(self.steps)
 
     def last(self) -> Step | None:
         return self.steps[-1] if self.steps else None
@@ -84,10 +83,6 @@ class State:
     def is_alive(self) -> bool:
         """Whether its process is there; True for those of other hosts, of which nothing is known."""
         return self.host != HOST or is_running(self.pid)
-
-
-def _key(step: Step) -> tuple[str, int]:
-    return step.group, step.number
 
 
 def is_running(pid: int) -> bool:
@@ -228,15 +223,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def address(variables: Mapping[str, str] = os.environ) -> str:
-    """Where the ranks of this environment look for each other."""
-    return f"{variables.get('MASTER_ADDR', '?')}:{variables.get('MASTER_PORT', '?')}"
+def address() -> str:
+    """Where this rank looks for the others."""
+    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
 def known_world() -> str:
-    """What the launcher calls the ranks that belong together, or an empty text if it has no name for them.
+    """The launcher's name for this rank's world, or an empty text if the launcher gives it none.
 
-    Ranks of one name are one world, even if they look for each other at different addresses.
+    All ranks of a world have the same name, even those with a wrong address.
     """
     if world := os.environ.get(WORLD):
         return world

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from .board import State
 from .marks import Step
-from .wording import capital, listed
+from .wording import by_value, capital, listed
 
 
 class Cause(StrEnum):
@@ -87,23 +87,22 @@ def mismatch(states: States, size: int) -> Finding | None:
             "init_process_group",
         )
     addresses = {rank: state.address for rank, state in alive.items()}
-    if odd := _minority(addresses):
-        return Finding(
-            Cause.ADDRESS,
-            odd,
-            f"{_by_value(addresses, 'looks', 'look', 'for the others at')}. Give all ranks the same MASTER_ADDR and "
-            "MASTER_PORT.",
-            "init_process_group",
-        )
     sizes = {rank: state.size for rank, state in alive.items()}
-    if odd := _minority(sizes):
-        return Finding(
-            Cause.SIZE,
-            odd,
-            f"{_by_value(sizes, 'expects', 'expect', 'a world of')} ranks. Give all ranks the same WORLD_SIZE.",
-            "init_process_group",
-        )
-    return None
+    return _other_value(
+        Cause.ADDRESS,
+        addresses,
+        f"{by_value(addresses, 'looks for the others at', 'look for the others at')}. Give all ranks the same MASTER_ADDR "
+        "and MASTER_PORT.",
+    ) or _other_value(
+        Cause.SIZE,
+        sizes,
+        f"{by_value(sizes, 'expects a world of', 'expect a world of')} ranks. Give all ranks the same WORLD_SIZE.",
+    )
+
+
+def _other_value[T](cause: Cause, values: Mapping[int, T], sentence: str) -> Finding | None:
+    odd = _minority(values)
+    return Finding(cause, odd, sentence, "init_process_group") if odd else None
 
 
 def _ended(states: States, size: int) -> Finding | None:
@@ -135,12 +134,8 @@ def _is_consequence(state: State, gone: Sequence[State]) -> bool:
 
 def _misses(state: State, states: States) -> Step | None:
     """The last step of another rank, if this one should have come to it and did not."""
-    for other in states.values():
-        step = other.open() or other.last()
-        is_member = step and other.rank != state.rank and state.rank in other.groups.get(step.group, ())
-        if step and is_member and not _has_begun(state, step):
-            return step
-    return None
+    lasts = ((other.open() or other.last(), other) for other in states.values())
+    return next((step for step, other in lasts if step and _is_awaited(state, step, other)), None)
 
 
 def _not_started(states: States, size: int) -> Finding | None:
@@ -159,8 +154,11 @@ def _not_started(states: States, size: int) -> Finding | None:
 
 def _other_collective(states: States, size: int) -> Finding | None:
     """The first step of a group that is not the same on all of its ranks."""
-    for group, number in sorted(_numbered(states), key=lambda key: key[1]):
-        came = {rank: step for rank, state in states.items() if (step := _find(state, group, number))}
+    steps: dict[tuple[str, int], dict[int, Step]] = {}
+    for rank, state in states.items():
+        for step in state.steps:
+            steps.setdefault(step.key, {})[rank] = step
+    for (group, number), came in sorted(steps.items(), key=lambda item: item[0][1]):
         if is_between_two(group):
             came = {rank: step for rank, step in came.items() if step.detail}
             whats = {rank: step.detail for rank, step in came.items()}
@@ -178,9 +176,8 @@ def _other_collective(states: States, size: int) -> Finding | None:
 def _differing(came: Mapping[int, Step], odd: Sequence[int], number: int) -> Finding:
     others = [rank for rank in came if rank not in odd] or list(came)
     usual, other = came[others[0]], came[odd[0]]
-    steps = {rank: f"{step}" for rank, step in came.items()}
     verb = "create" if usual.group.startswith(GROUPS) else "call"
-    said = _by_value(steps, f"{verb}s", verb, "")
+    said = by_value(came, f"{verb}s", verb)
     if usual.name == "barrier" != other.name:
         sentence = f"{listed(odd)} skipped the barrier at {usual.where} that {_subject(others)} in: {said}."
         return Finding(Cause.SKIPPED, tuple(odd), sentence, str(usual))
@@ -215,12 +212,9 @@ def _other_members(states: States, size: int) -> Finding | None:
     if not creates:
         return None
     odd = _minority({rank: step.group == GROUPS for rank, step in _latest(states, GROUPS).items()})
-    how = {
-        rank: "with all ranks" if step.group == GROUPS else "with its members alone" for rank, step in creates.items()
-    }
-    said = _by_value(
-        {rank: f"{how[rank]} at {step.where}" for rank, step in creates.items()}, "creates", "create", "a group"
-    )
+    how = {True: "with all ranks", False: "with its members alone"}
+    told = {rank: f"{how[step.group == GROUPS]} at {step.where}" for rank, step in creates.items()}
+    said = by_value(told, "creates a group", "create a group")
     return Finding(
         Cause.OTHER_ORDER,
         odd,
@@ -266,13 +260,9 @@ def _in_a_circle(states: States, size: int) -> Finding | None:
     waits = _waits(states)
     if not waits:
         return None
-    at = Counter((step.group, step.number) for rank in waits if (step := _step_of(states[rank])))
-    (group, number), _ = max(at.items(), key=lambda item: (item[1], len(_members(states, item[0][0]))))
-    waiting = [
-        states[rank]
-        for rank in waits
-        if (step := _step_of(states[rank])) and (step.group, step.number) == (group, number)
-    ]
+    keys = {rank: _step_of(states[rank]).key for rank in waits}
+    most, _ = max(Counter(keys.values()).items(), key=lambda item: (item[1], len(_members(states, item[0][0]))))
+    waiting = [states[rank] for rank, key in keys.items() if key == most]
     odd = tuple(sorted({one for state in waiting for one in waits[state.rank]}))
     step, other = _step_of(waiting[0]), _step_of(states[odd[0]])
     pairs = [states[rank] for rank in waits if is_between_two(_step_of(states[rank]).group)]
@@ -282,14 +272,14 @@ def _in_a_circle(states: States, size: int) -> Finding | None:
         return Finding(
             Cause.SKIPPED,
             odd,
-            f"{listed(odd)} skipped the barrier at {step.where} that {_subject(waiting)} in, and {_verb(odd, 'waits')} "
+            f"{listed(odd)} skipped the barrier at {step.where} that {_subject(waiting)} in, and {_wait(odd)} "
             f"in {other}.",
             str(step),
         )
     return Finding(
         Cause.OTHER_ORDER,
         odd,
-        f"{_subject(waiting)} in {step} for {listed(odd)}, which {_verb(odd, 'waits')} in {other} for "
+        f"{_subject(waiting)} in {step} for {listed(odd)}, which {_wait(odd)} in {other} for "
         f"{listed(waits[odd[0]])}. All ranks must come to the steps of their groups in one order.",
         str(step),
     )
@@ -336,35 +326,26 @@ def _waits(states: States) -> dict[int, tuple[int, ...]]:
     waits = {}
     for rank, state in states.items():
         if step := state.open():
-            there = [one for one in state.groups.get(step.group, ()) if one in states]
-            if awaited := tuple(one for one in there if not _has_begun(states[one], step)):
-                waits[rank] = awaited
-    return waits
+            waits[rank] = tuple(
+                one for one in state.groups.get(step.group, ()) if _is_awaited(states.get(one), step, state)
+            )
+    return {rank: awaited for rank, awaited in waits.items() if awaited}
 
 
 def _awaited_by(rank: int, states: States) -> list[State]:
     """The ranks still there that are in a step which this rank has not begun."""
-    return [
-        state
-        for state in states.values()
-        if state.rank != rank
-        and not state.ended
-        and (step := state.open())
-        and rank in state.groups.get(step.group, ())
-        and not _has_begun(states[rank], step)
-    ]
+    waits = _waits({one: state for one, state in states.items() if one == rank or not state.ended})
+    return [states[one] for one, awaited in waits.items() if rank in awaited]
 
 
-def _has_begun(state: State, step: Step) -> bool:
-    return state.counts.get(step.group, 0) > step.number
-
-
-def _numbered(states: States) -> set[tuple[str, int]]:
-    return {(step.group, step.number) for state in states.values() for step in state.steps}
-
-
-def _find(state: State, group: str, number: int) -> Step | None:
-    return next((step for step in state.steps if (step.group, step.number) == (group, number)), None)
+def _is_awaited(state: State | None, step: Step, other: State) -> bool:
+    """Whether this rank is one of those that have to come to a step of another one, and has not begun it."""
+    return (
+        state is not None
+        and state.rank != other.rank
+        and state.rank in other.groups.get(step.group, ())
+        and state.counts.get(step.group, 0) <= step.number
+    )
 
 
 def _members(states: States, group: str) -> Collection[int]:
@@ -392,24 +373,13 @@ def _minority[T](values: Mapping[int, T]) -> tuple[int, ...]:
     return tuple(rank for rank in sorted(values) if values[rank] != usual)
 
 
-def _by_value[T](values: Mapping[int, T], one: str, several: str, before: str) -> str:
-    """`ranks 0 and 1 look at a; rank 2 looks at b`."""
-    ranks: dict[T, list[int]] = {}
-    for rank in sorted(values):
-        ranks.setdefault(values[rank], []).append(rank)
-    return "; ".join(
-        " ".join(filter(None, (listed(of), several if of[1:] else one, before, str(value))))
-        for value, of in ranks.items()
-    )
-
-
 def _subject(waiting: Iterable[State] | Iterable[int]) -> str:
     ranks = [one if isinstance(one, int) else one.rank for one in waiting]
-    return f"{listed(ranks)} {_verb(ranks, 'waits')}"
+    return f"{listed(ranks)} {_wait(ranks)}"
 
 
-def _verb(ranks: Sequence[int], verb: str) -> str:
-    return verb.removesuffix("s") if ranks[1:] else verb
+def _wait(ranks: Sequence[int]) -> str:
+    return "wait" if ranks[1:] else "waits"
 
 
 def _step_of(state: State) -> Step:

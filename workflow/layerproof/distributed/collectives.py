@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .groups import members_of, name_of
+from .groups import named
 
 ALIKE: dict[str, tuple[str, ...]] = {
     "all_reduce": ("tensor", "op"),
@@ -50,10 +50,9 @@ def call_of(function: Callable, *args: Any, **kwargs: Any) -> Call | None:
     values, name = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}, function.__name__
     if not set(names) <= set(values):
         return None
-    members = members_of(values["group"])
+    group, members = named(values["group"])
     if dist.get_rank() not in members:
         return None
-    group = name_of(values["group"], members)
     for role in ROOTS:  # which can be given by its number in the group, too
         if values.get(role) is None and values.get(f"group_{role}") is not None:
             values[role] = members[values[f"group_{role}"]]

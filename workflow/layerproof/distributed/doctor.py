@@ -26,7 +26,7 @@ import torch.distributed as dist
 from . import flight
 from .board import HOST, Board, State, is_running, known_world
 from .causes import FINISHED, HOST_LOST, LOST, RAISED, Cause, mismatch
-from .marks import Record, Step, path_is_hidden, record, stack
+from .marks import Step, path_is_hidden, record, stack
 from .table import Report, reported
 
 POLL = 0.25
@@ -53,11 +53,10 @@ class Doctor:
     deadline: timedelta
     is_hosted: bool
     """Whether the store is a launcher's, which then prints the report."""
-    record: Record = field(default_factory=lambda: record)
-    dies: Callable[[int], None] = os._exit
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _files: list[IO[bytes]] = field(default_factory=list)
+    _stack_file: IO[bytes] | None = None
+    """Where faulthandler writes, as long as this process is there."""
     _word: str = ""
     """The last words of the rank that hosts the store."""
     _host: State | None = None
@@ -65,17 +64,17 @@ class Doctor:
     _asked: float = 0.0
     """When the store was asked what it has not answered yet; 0 if it has."""
     _progress: tuple[int, float] = (0, 0.0)
+    """How often any rank has reported progress, and when this one heard of it last."""
 
     def start(self) -> None:
         """Joins the board and begins to look."""
-        own = tempfile.TemporaryFile()  # noqa: SIM115 it is there as long as this process
-        faulthandler.register(SIGNAL, own, all_threads=False)
-        self.state = replace(self.state, stack_file=own.fileno())
-        self._files.append(own)
+        self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 it is there as long as this process
+        faulthandler.register(SIGNAL, self._stack_file, all_threads=False)
+        self.state = replace(self.state, stack_file=self._stack_file.fileno())
         self.board.join(self.now())
         if self.state.size <= PROMPT:
-            self.record.on_step = self._post_step
-        self._progress = (self.board.progress(), time.time())
+            record.on_step = self._post_step
+        self._progress = (self.board.progress(), 0.0)
         self._thread = threading.Thread(target=self._look, name="layerproof doctor", daemon=True)
         self._thread.start()
         if not self.is_hosted and self.state.rank != 0:
@@ -86,19 +85,19 @@ class Doctor:
     def stop(self) -> None:
         """Looks no more. Waits for the thread, because torch's store must not be used while Python ends."""
         self._over.set()
-        self.record.on_step = None
+        record.on_step = None
         if self._thread and self._thread is not threading.current_thread():
             self._thread.join(ANSWER)
 
     def now(self, with_stack: bool = False) -> State:
         """What this rank does at the moment."""
-        step = self.record.open()
+        step = record.open()
         thread = step.thread if step else threading.main_thread().ident
         return replace(
             self.state,
-            steps=list(self.record.steps),
-            counts=dict(self.record.counts),
-            groups=dict(self.record.groups) | (flight.groups() if with_stack else {}),
+            steps=list(record.steps),
+            counts=dict(record.counts),
+            groups=dict(record.groups) | (flight.groups() if with_stack else {}),
             stack=stack(thread) if with_stack and thread else (),
             recorded=flight.steps() if with_stack else (),
         )
@@ -154,13 +153,11 @@ class Doctor:
     def _watch_host(self) -> None:
         """Ends this rank if the one with the store is stopped, or if native code holds Python's lock there."""
         while not self._over.wait(1):
-            step = self.record.open() or flight.open_step()
-            is_late = step and time.time() - step.began > self.deadline.total_seconds()
-            if is_late and self._asked and time.time() - self._asked > PATIENCE:
+            if self._asked and time.time() - self._asked > PATIENCE and self._is_late():
                 self._host_is_lost()
                 if self._host and is_running(self._host.pid) and self._host.host == HOST:
                     os.kill(self._host.pid, signal.SIGKILL)
-                self.dies(EXIT_CODE)
+                os._exit(EXIT_CODE)
 
     def call(self) -> None:
         """Calls all ranks together. Does not return: the thread ends this process."""
@@ -182,6 +179,8 @@ class Doctor:
                 if now != posted:
                     self.board.post(now)
                     posted = now
+                if (count := self.board.progress()) != self._progress[0]:
+                    self._progress = (count, time.time())
                 if self._is_late():
                     self.board.alarm(self.state.rank)
                 if not self.is_hosted:
@@ -195,14 +194,9 @@ class Doctor:
                 self._lost()
 
     def _is_late(self) -> bool:
-        step = self.record.open() or flight.open_step()
-        if step is None:
-            return False
-        progress = self.board.progress()
-        if progress != self._progress[0]:
-            self._progress = (progress, time.time())
-        since = max(step.began, self._progress[1] if progress else 0)
-        return time.time() - since > self.deadline.total_seconds()
+        """Whether this rank has been in a step for too long, counted from the last progress of any rank."""
+        step = record.open() or flight.open_step()
+        return step is not None and time.time() - max(step.began, self._progress[1]) > self.deadline.total_seconds()
 
     def _answer(self, caller: int) -> None:
         """Posts where this rank is, and ends it when the report is there."""
@@ -219,7 +213,7 @@ class Doctor:
                 lambda: not any(state.is_alive() for rank, state in states.items() if not self.board.has_left(rank)),
                 GOODBYE,
             )
-        self.dies(EXIT_CODE)
+        os._exit(EXIT_CODE)
 
     def _write(self) -> Report:
         """Waits for the others, and writes the report."""
@@ -241,9 +235,9 @@ class Doctor:
     def _lost(self) -> None:
         """The store is gone. That is how it is at the end; a rank that waits then will wait for ever."""
         self.stop()
-        if not _until(lambda: self.record.open() is None, self.deadline.total_seconds()):
+        if not _until(lambda: record.open() is None, self.deadline.total_seconds()):
             self._host_is_lost()
-            self.dies(EXIT_CODE)
+            os._exit(EXIT_CODE)
 
 
 def all_states(board: Board, size: int) -> tuple[dict[int, State], list[Board]]:
@@ -259,16 +253,6 @@ def all_states(board: Board, size: int) -> tuple[dict[int, State], list[Board]]:
             states |= theirs
             boards.append(other)
     return states, boards
-
-
-def excepthook(doctor: Doctor, behind: Callable) -> Callable:
-    """A `sys.excepthook` that posts the error with which this rank ends."""
-
-    def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
-        doctor.end(raised(error))
-        behind(kind, error, trace)
-
-    return hook
 
 
 def raised(error: BaseException) -> str:

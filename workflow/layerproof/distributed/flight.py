@@ -13,14 +13,12 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-from .groups import members_of, name_of
-from .marks import Step
+from .groups import named
+from .marks import Step, longest_open
 
 SIZE = "TORCH_FR_BUFFER_SIZE"
 DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 """gloo's and XCCL's, and NCCL's."""
-
-
 BY_FLIGHT = ", by Flight Recorder"
 """The end of the groups of its steps, which it counts in another way than marks do."""
 ALIKE = ("all_reduce", "allreduce", "broadcast")
@@ -46,15 +44,13 @@ def steps() -> list[Step]:
 
 def groups() -> dict[str, tuple[int, ...]]:
     """The ranks of all groups of this process, as steps name them here."""
-    members = {group: members_of(group) for group in list(distributed_c10d._world.pg_map)}
-    return {f"{name_of(group, ranks)}{BY_FLIGHT}": ranks for group, ranks in members.items()}
+    known = [named(group) for group in list(distributed_c10d._world.pg_map)]
+    return {f"{name}{BY_FLIGHT}": members for name, members in known}
 
 
 def open_step() -> Step | None:
     """The collective that has not been complete for longest, if there is one."""
-    if not dist.is_initialized():
-        return None
-    return min((step for step in steps() if step.ended is None), key=lambda step: step.began, default=None)
+    return longest_open(steps()) if dist.is_initialized() else None
 
 
 def _step(entry: Mapping[str, Any], group: Any) -> Step:
@@ -67,7 +63,7 @@ def _step(entry: Mapping[str, Any], group: Any) -> Step:
     return Step(
         name,
         ", ".join(shapes) if name in ALIKE else "",
-        f"{name_of(group, members_of(group))}{BY_FLIGHT}",
+        f"{named(group)[0]}{BY_FLIGHT}",
         entry["collective_seq_id"],
         "",  # which it does not have
         began,

@@ -11,14 +11,14 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from .errors import DistributedError
-from .wording import listed
+from .wording import by_value
 
 FOR_EVER = timedelta(days=365)
 """How long a rank waits for the others: the doctor ends it before."""
@@ -48,12 +48,10 @@ class Kind:
 
 
 GROUP = Kind("group", "creates", "create", "All ranks must create all groups in one order.")
-LOCAL_GROUP = Kind(
-    "group",
-    "creates",
-    "create",
-    "torch names a group with use_local_synchronization by the number of groups that a rank is in, so all of its members "
-    "have to be in equally many before.",
+LOCAL_GROUP = replace(
+    GROUP,
+    remedy="torch names a group with use_local_synchronization by the number of groups that a rank is in, so all of its "
+    "members have to be in equally many before.",
 )
 COLLECTIVE = Kind(
     "collective",
@@ -89,9 +87,9 @@ class Ledger:
         self.store.wait(list(keys.values()), FOR_EVER)
         entries = [Entry(*json.loads(one)) for one in self.store.multi_get(list(keys.values()))]
         if len({one.what for one in entries}) > 1:
-            raise self._differ(
-                f"{page}/{number}", ranks, _different(number, dict(zip(ranks, entries, strict=True)), kind)
-            )
+            told = by_value(dict(zip(ranks, entries, strict=True)), kind.one, kind.several)
+            message = f"{kind.noun} {number} is not the same on all ranks: {told}. {kind.remedy}"
+            raise self._differ(f"{page}/{number}", ranks, message)
         if number > 0:  # all members have read the entry before, or they would not be here
             self.store.delete_key(f"{page}/{number - 1}/{self.rank}")
 
@@ -102,15 +100,6 @@ class Ledger:
             with contextlib.suppress(dist.DistStoreError):
                 self.store.wait([f"{key}/{rank}/read" for rank in ranks], GOODBYE)
         return DistributedError(f"rank {self.rank}: {message}")
-
-
-def _different(number: int, entries: dict[int, Entry], kind: Kind) -> str:
-    """Says which ranks do what, those with the same words together."""
-    by_words: dict[str, list[int]] = {}
-    for rank, entry in entries.items():
-        by_words.setdefault(str(entry), []).append(rank)
-    told = [f"{listed(ranks)} {kind.several if ranks[1:] else kind.one} {words}" for words, ranks in by_words.items()]
-    return f"{kind.noun} {number} is not the same on all ranks: {'; '.join(told)}. {kind.remedy}"
 
 
 def group_entry(

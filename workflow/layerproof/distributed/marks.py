@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,12 +36,22 @@ class Step:
     def what(self) -> str:
         return f"{self.name}({self.detail})" if self.detail else self.name
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """The same for all ranks that come to this step."""
+        return self.group, self.number
+
     def __str__(self) -> str:
         return f"{self.what} at {self.where}"
 
     def at_its_end(self) -> Step:
         """The same step once it has ended."""
         return replace(self, ended=self.ended or time.time())
+
+
+def longest_open(steps: Iterable[Step]) -> Step | None:
+    """The step that has lasted longest of those that have not ended."""
+    return min((step for step in steps if step.ended is None), key=lambda step: step.began, default=None)
 
 
 @dataclass
@@ -80,8 +90,7 @@ class Record:
             step.ended = time.time()
 
     def open(self) -> Step | None:
-        """The step that has lasted longest, if there is one that has not ended."""
-        return min((step for step in list(self.steps) if step.ended is None), key=lambda step: step.began, default=None)
+        return longest_open(list(self.steps))
 
     def clear(self) -> None:
         self.steps.clear()
@@ -113,11 +122,9 @@ def stack(thread: int) -> list[str]:
 
 
 def path_is_hidden(file: str) -> bool:
-    """Whether a file is one of torch, of this package or of multiprocessing."""
+    """Whether a file belongs to this package or to one of HIDDEN."""
     path = Path(file)
-    return path.is_relative_to(Path(__file__).parent) or not {"torch", "torch_xla", "multiprocessing"}.isdisjoint(
-        path.parts
-    )
+    return path.is_relative_to(Path(__file__).parent) or not {*path.parts, path.stem}.isdisjoint(HIDDEN)
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def _table(finding: Finding, states: Mapping[int, State], size: int) -> str:
     several = sorted(columns.values(), key=lambda ranks: (not set(ranks) & set(finding.ranks), ranks))[:COLUMNS]
     several.sort()
     head = ["step", *(listed(ranks) for ranks in several)]
-    lines = [[text, *(cells[ranks[0]].get(row, "-") for ranks in several)] for row in rows for text in [row[2]]]
+    lines = [[row[2], *(cells[ranks[0]].get(row, "-") for ranks in several)] for row in rows]
     return _aligned([head, *lines]) if rows else ""
 
 

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Work
 from . import ADDRESS, CHECK, DEADLINE, board, flight
 from .causes import FINISHED, GROUPS, LEAVING
 from .collectives import ALIKE, BETWEEN_TWO, call_of
-from .doctor import Doctor, excepthook, raised
+from .doctor import Doctor, raised
 from .ledger import COLLECTIVE, LOCAL_GROUP, Entry, Ledger, group_entry, mesh_entry
 from .marks import Step, record
 
@@ -43,6 +43,8 @@ class _Watched:
     check_collectives: bool = False
     doctor: Doctor | None = None
     originals: tuple[tuple[Callable, Callable], ...] = ()
+    hooked: int = 0
+    """The process that posts how it ends."""
 
 
 _watched = _Watched()
@@ -275,9 +277,22 @@ def _start(rank: int, size: int, deadline: timedelta, side_store: Any = None) ->
     doctor = Doctor(where, board.State(rank, size, board.address()), deadline, is_hosted=side_store is not None)
     doctor.start()
     _watched.doctor = doctor
-    sys.excepthook = excepthook(doctor, sys.excepthook)
-    atexit.register(doctor.end, FINISHED)
-    util.Finalize(doctor, doctor.end, (FINISHED,), exitpriority=0)  # children of multiprocessing do not run atexit
+    _post_the_end()
+
+
+def _post_the_end() -> None:
+    """Has this process post how it ends, whichever doctor it has then."""
+    if _watched.hooked == os.getpid():
+        return
+    _watched.hooked, behind = os.getpid(), sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        ended(error)
+        behind(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(ended, None)
+    util.Finalize(None, ended, (None,), exitpriority=0)  # children of multiprocessing do not run atexit
 
 
 def _stop() -> None:

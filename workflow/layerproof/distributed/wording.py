@@ -1,6 +1,6 @@
 """Words for people."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def listed(ranks: Iterable[int]) -> str:
@@ -21,3 +21,11 @@ def listed(ranks: Iterable[int]) -> str:
 def capital(text: str) -> str:
     """The same with a capital letter at the beginning."""
     return text[:1].upper() + text[1:]
+
+
+def by_value(values: Mapping[int, object], one: str, several: str) -> str:
+    """`ranks 0 and 1 look at a; rank 2 looks at b`, with the verb for one rank and for several."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        ranks.setdefault(str(values[rank]), []).append(rank)
+    return "; ".join(f"{listed(of)} {several if of[1:] else one} {value}" for value, of in ranks.items())
