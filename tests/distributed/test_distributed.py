@@ -2,20 +2,20 @@
 
 import inspect
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 
 from configs import REPOSITORY
+from distributed.backends import stand_in
 from layerproof.distributed import process_group as distributed
 from layerproof.port import ranks
+from processes import afresh
 
 pytestmark = pytest.mark.slow
 
@@ -207,29 +207,6 @@ def test_backend_by_platform_and_device_id_for_cuda_alone(environment, platform,
     assert called == expected
 
 
-class StandIn:
-    """In the place of torch's class for XPUs, which this build of torch does not have: gloo does the work."""
-
-    class Options:
-        pass
-
-    def __new__(cls, store, rank, size, options):
-        return distributed.dist.ProcessGroupGloo(store, rank, size, options._timeout)
-
-
-def stand_in(backend):
-    """Has torch take gloo for a backend that is not here."""
-    c10d = distributed.distributed_c10d
-    if backend == "xccl":
-        c10d._XCCL_AVAILABLE, c10d.ProcessGroupXCCL = True, StandIn
-    else:
-
-        def create(store, rank, size, timeout):
-            return c10d.ProcessGroupGloo(store, rank, size, timeout)
-
-        c10d.Backend.register_backend(backend, create, devices=["cpu"])
-
-
 def joined_twice(platform):
     def work(rank):
         stand_in(distributed.BACKENDS[platform])
@@ -250,9 +227,7 @@ def joined_twice(platform):
 @pytest.mark.parametrize("platform", ["xpu", "neuron", "npu", "cpu"])
 def test_a_group_has_one_of_gloo_beside_it_and_is_left_and_joined_again(platform):
     backend = distributed.BACKENDS[platform]
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # which is in no group yet
-        found = process.submit(joined_twice, platform).result()
-    assert found == [[((backend, "gloo"), [0, 1, 2], [0, 1, 2])] * 3] * 3
+    assert afresh(joined_twice, platform) == [[((backend, "gloo"), [0, 1, 2], [0, 1, 2])] * 3] * 3
 
 
 def gloo_beside_xccl(with_device):
@@ -274,8 +249,7 @@ def gloo_beside_xccl(with_device):
 @pytest.mark.parametrize("with_device", [True, False])
 def test_why_xccl_gets_no_device_id(with_device):
     """torch takes the group of the device for the one to split off, and finds no backend for it."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        told = process.submit(gloo_beside_xccl, with_device).result()
+    told = afresh(gloo_beside_xccl, with_device)
     assert all("xpu" in one for one in told) if with_device else told == [None, None]
 
 

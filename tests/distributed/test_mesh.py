@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -11,15 +9,16 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distributed.backends import stand_in
 from layerproof.distributed import mesh
 from layerproof.distributed.errors import DistributedError
 from layerproof.port import ranks
+from processes import afresh
 
 
 def in_fresh_ranks(work, count, *arguments):
     """What ranks return that are forked from a process which is in no group yet."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(run, work, count, arguments).result()
+    return afresh(run, work, count, arguments)
 
 
 def run(work, count, arguments):
@@ -64,10 +63,7 @@ def beside_a_device(rank):
     from layerproof.distributed import process_group
 
     process_group.leave()
-    create = dist.ProcessGroupGloo
-    dist.Backend.register_backend(
-        "neuron", lambda store, rank, size, timeout: create(store, rank, size, timeout), devices=["cpu"]
-    )
+    stand_in("neuron")
     process_group._device = lambda *arguments: torch.device("cpu")
     process_group.initialise("neuron")
     made = mesh.create("cpu", tp=2, dp=2)

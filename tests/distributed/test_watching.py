@@ -1,12 +1,10 @@
 """Groups that ranks create otherwise are told before torch connects them, in four forked ranks over gloo."""
 
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -19,6 +17,7 @@ from configs import REPOSITORY
 from layerproof.distributed import progress, watch, watching
 from layerproof.errors import StageError
 from layerproof.port import ranks
+from processes import afresh
 
 pytestmark = pytest.mark.slow
 
@@ -214,8 +213,7 @@ def beside_torch_xla(imported_before):
 
 @pytest.mark.parametrize("imported_before", [True, False])
 def test_groups_are_watched_once_whenever_torch_xla_replaces_the_function(imported_before):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # in which torch_xla is not imported
-        told, at = process.submit(beside_torch_xla, imported_before).result()
+    told, at = afresh(beside_torch_xla, imported_before)
     assert all(f"create new_group([0]) at {at}" in one for one in told)
 
 
@@ -239,11 +237,11 @@ def test_members_of_unequally_many_groups_are_told_before_torch_names_their_grou
         if rank in (1, 2):
             dist.new_group([1, 2], use_local_synchronization=True)
 
-    told = in_ranks(work)
+    errors = in_ranks(work)
     at = line(work, 3)
     both = [f"rank {rank} creates new_group([1, 2]) as a member of {3 - rank} groups at {at}" for rank in (1, 2)]
-    assert told[0] is told[3] is None and all("; ".join(both) in told[rank] for rank in (1, 2))
-    assert "all of its members have to be in equally many before" in told[1]
+    assert errors[0] is errors[3] is None and all("; ".join(both) in errors[rank] for rank in (1, 2))
+    assert "all of its members have to be in equally many before" in errors[1]
 
 
 def checked(work):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import random
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -24,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from layerproof import distributed
 from layerproof.distributed import doctor
 from layerproof.distributed.board import free_port
-from layerproof.distributed.causes import Cause
+from layerproof.distributed.causes import Cause, Finding
 from layerproof.distributed.launcher import Attendant
 from layerproof.distributed.table import Report
 from layerproof.rerun import children
@@ -161,7 +163,7 @@ def _op(dice: random.Random, ranks: int, groups: list[tuple[int, ...]]) -> Op:
 
 
 def _with_mistake(program: Program, dice: random.Random, kind: str) -> Program | None:
-    """The program with the mistake at a step where it can be made, or None if it has no such step."""
+    """Puts the mistake into a step of the program. Returns None if no step allows it."""
     members = _members(program)
     fitting = [at for at, op in enumerate(program.ops) if _fits(kind, op, members[at])]
     if not fitting:
@@ -226,32 +228,45 @@ def _members(program: Program) -> list[tuple[int, ...]]:
 def run(program: Program) -> Outcome:
     """Runs the ranks of a program in processes that are forked from this one."""
     attendant = Attendant(f"{program.kind} {program.seed} {time.time()}")
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(program.ranks)}
-    if program.by_launcher:
-        variables |= attendant.variables()
-    ranks: dict[int, children.ForkedChild] = {}
     started = time.monotonic()
     outcome = Outcome()
     said: list[Report] = []
-    try:
-        for rank in range(program.ranks):
-            if program.kind == "never started" and rank == program.rank:
-                continue
-            own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(program.ranks)}
-            ranks[rank] = children.start(lambda sender, rank=rank: _rank(program, rank, sender), own)
+    with forked(program, _rank, attendant.variables() if program.by_launcher else {}) as ranks:
         ended_at = _attend(ranks, attendant, said, program)
         outcome.ended = [_exit_code(ranks[rank]) if rank in ranks else None for rank in range(program.ranks)]
         outcome.is_left = ended_at is None
         outcome.seconds = (ended_at or time.monotonic()) - started
-    finally:
-        for child in ranks.values():
-            child.end()
     if program.by_launcher:
         said = attendant.reports() or said
     if said:
         found = said[0].finding
         outcome.cause, outcome.ranks, outcome.sentence = str(found.cause), list(found.ranks), found.sentence
     return outcome
+
+
+@contextlib.contextmanager
+def forked(
+    program: Program, work: Callable[[Program, int, Connection], None], variables: Mapping[str, str]
+) -> Iterator[dict[int, children.ForkedChild]]:
+    """The ranks of a program in processes that do this work; they are killed at the end of the block."""
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(program.ranks), **variables}
+    ranks: dict[int, children.ForkedChild] = {}
+    try:
+        for rank in range(program.ranks):
+            if program.kind == "never started" and rank == program.rank:
+                continue
+            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(program.ranks)}
+            ranks[rank] = children.start(functools.partial(_quietly, work, program, rank), own)
+        yield ranks
+    finally:
+        for child in ranks.values():
+            child.end()
+
+
+def _quietly(work: Callable[[Program, int, Connection], None], program: Program, rank: int, sender: Connection) -> None:
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    work(program, rank, sender)
 
 
 def _attend(
@@ -277,8 +292,6 @@ def _exit_code(child: children.ForkedChild) -> int | None:
 
 def _rank(program: Program, rank: int, sender: Connection) -> None:
     """What one rank does, in its process."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     kept = doctor.reported
 
     def reported(*arguments: object) -> Report:
@@ -335,8 +348,6 @@ def _from_error(error: Exception) -> Report:
         called = {part.partition("(")[0].split()[-1].partition("(")[0] for part in parts}
         cause = Cause.OTHER_COLLECTIVE if len(called) > 1 else cause
         cause = Cause.SKIPPED if any(" barrier at" in part for part in parts) else cause
-    from layerproof.distributed.causes import Finding
-
     return Report(Finding(cause, tuple(sorted(set().union(*map(set, named)) - set(most))), text), text)
 
 
@@ -455,7 +466,3 @@ def is_right(program: Program, outcome: Outcome) -> tuple[bool, bool]:
     if program.kind == "group by its members alone":  # every rank does, so no rank is more to blame than another
         return bool(outcome.ranks), outcome.cause in KINDS[program.kind]
     return outcome.ranks == wanted, outcome.cause in KINDS[program.kind]
-
-
-def as_row(program: Program, outcome: Outcome) -> dict:
-    return {"program": asdict(program), "outcome": asdict(outcome)}

@@ -5,6 +5,7 @@ Recorder.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import re
@@ -19,8 +20,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from hangs import drawn
-from layerproof.distributed.board import free_port
-from layerproof.rerun import children
 
 c10d: Any = _distributed_c10d
 TIMEOUT = 6.0
@@ -49,15 +48,8 @@ class Said:
 
 def said_of(program: drawn.Program, way: str) -> Said:
     """Runs the ranks of a program without Layerproof."""
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(program.ranks)}
-    ranks: dict[int, children.ForkedChild] = {}
     messages: dict[int, tuple[str, list]] = {}
-    try:
-        for rank in range(program.ranks):
-            if program.kind == "never started" and rank == program.rank:
-                continue
-            own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks[rank] = children.start(lambda sender, rank=rank: _rank(program, rank, way, sender), own)
+    with drawn.forked(program, functools.partial(_rank, way), {}) as ranks:
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and any(child.process.is_alive() for child in ranks.values()):
             for rank, child in ranks.items():
@@ -65,9 +57,6 @@ def said_of(program: drawn.Program, way: str) -> Said:
                     if child.messages.poll(0.05):
                         messages[rank] = child.messages.recv()
         ended = sum(not child.process.is_alive() for child in ranks.values())
-    finally:
-        for child in ranks.values():
-            child.end()
     text = _first_difference(messages) if way == "Flight Recorder" else _shortest(messages, program.rank)
     names = re.search(rf"\b[Rr]anks? ?\[?{program.rank}\b", text) is not None
     return Said(way, names, ended, len(ranks), text)
@@ -95,9 +84,7 @@ def _first_difference(messages: dict[int, tuple[str, list]]) -> str:
     return "no difference"
 
 
-def _rank(program: drawn.Program, rank: int, way: str, sender: Connection) -> None:
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+def _rank(way: str, program: drawn.Program, rank: int, sender: Connection) -> None:
     if way == "DETAIL":
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         c10d.set_debug_level_from_env()

@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 import types
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+import processes
 from configs import config_with
 from layerproof.compare import stage as compare_stages
 from layerproof.distributed import process_group as distributed
@@ -404,8 +404,7 @@ def afresh(function, *arguments):
     """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(list(PACKAGES))
-    with ProcessPoolExecutor(1, server) as process:
-        return process.submit(function, *arguments).result()
+    return processes.afresh(function, *arguments, context=server)
 
 
 def run_by_ranks(model, count, stage, folder):

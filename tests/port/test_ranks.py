@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 
 import psutil
@@ -17,6 +16,7 @@ from layerproof.errors import StageError, StageMissing
 from layerproof.failures import end_with
 from layerproof.port import ranks
 from layerproof.rerun import recorder
+from processes import afresh
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +43,7 @@ def sum_of_ranks():
 
 def test_each_rank_has_its_number_and_all_can_talk(monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # which is in no group yet
-        done = process.submit(sum_of_ranks).result()
+    done = afresh(sum_of_ranks)
     assert [one.value for one in done] == [(rank, 3, str(rank), 111.0, 3) for rank in range(3)]
     assert all(one.peak_rss_bytes > 1 << 20 for one in done)
 
@@ -65,8 +64,7 @@ def crossed_groups():
 
 
 def test_groups_that_ranks_create_in_another_order_end_the_job():
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # which is in no group yet
-        told, at = process.submit(crossed_groups).result()
+    told, at = afresh(crossed_groups)
     differ = f"rank 0 creates new_group([0]) {at}; rank 1 creates new_group([1]) {at}"
     assert f"group 0 is not the same on all ranks: {differ}. All ranks must create all groups in one order." in told
 
@@ -85,8 +83,7 @@ def what_ranks_begin_with(device, folder):
 
 @pytest.mark.parametrize(("device", "begin_with_it"), [("CPU", "True"), ("NEURON", "False")])
 def test_ranks_begin_with_imported_packages_if_that_touches_no_device(tmp_path, device, begin_with_it):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        assert process.submit(what_ranks_begin_with, device, tmp_path).result() == begin_with_it
+    assert afresh(what_ranks_begin_with, device, tmp_path) == begin_with_it
 
 
 class Spawned:
@@ -142,12 +139,6 @@ def test_a_rank_that_fails_ends_the_others_and_is_named():
     assert psutil.Process().children() == before
 
 
-def in_a_fresh_process(function):
-    """What it returns in a process that is in no group yet."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(function).result()
-
-
 def a_rank_killed_in_a_collective():
     def work(rank):
         import torch
@@ -168,7 +159,7 @@ def a_rank_killed_in_a_collective():
 
 
 def test_a_rank_that_is_killed_is_named_with_its_last_step():
-    told, at = in_a_fresh_process(a_rank_killed_in_a_collective)
+    told, at = afresh(a_rank_killed_in_a_collective)
     assert told.startswith("rank 1: Its process was killed by SIGKILL (out of memory, or killed by hand).")
     assert told.endswith(f" Its last step was all_reduce(float32[2], SUM) at {at}.")
 
@@ -191,7 +182,7 @@ def ranks_that_hang():
 
 
 def test_ranks_that_hang_end_as_one_error_that_says_why_with_a_table_in_the_log(capfd):
-    told, at, is_clean = in_a_fresh_process(ranks_that_hang)
+    told, at, is_clean = afresh(ranks_that_hang)
     assert "\n" not in told and f"barrier at {at}" in told and is_clean
     assert re.search(r"^  step +rank", capfd.readouterr().err, re.M)
 
@@ -294,5 +285,5 @@ def code_of_ranks():
 
 
 def test_what_the_doctor_finds_time_for_is_not_recorded():
-    files = {entry.rpartition("::")[0].rpartition("/")[2] for entry in in_a_fresh_process(code_of_ranks)}
+    files = {entry.rpartition("::")[0].rpartition("/")[2] for entry in afresh(code_of_ranks)}
     assert "process_group.py" in files and not {"doctor.py", "board.py", "watching.py", "marks.py"} & files
