@@ -2,7 +2,7 @@
 
     layerproof watch --deadline 20 -- torchrun --standalone --nproc-per-node 4 examples/watch/megatron_groups.py
 
-With `--broken` rank 3 is told another order of the axes, so that it creates other groups: torch connects them all the same.
+With `--broken` rank 3 uses another order of the axes and so creates other groups. torch would connect them without an error.
 """
 
 import sys
