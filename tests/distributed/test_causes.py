@@ -35,6 +35,13 @@ def test_a_rank_that_does_not_come_is_at_its_innermost_line():
     assert "Rank 3 is at train.py:30 in load; its last step was init_process_group at train.py:7." in found.sentence
 
 
+def test_a_rank_that_has_begun_the_step_and_gone_on_is_not_to_blame():
+    """As after an all_reduce with async_op."""
+    begun = state(2, JOINED, step("barrier", 1), stack=["train.py:9 in main"])
+    found = of(*(state(rank, JOINED, WAITS) for rank in (0, 1)), begun, state(3, JOINED, stack=["train.py:30 in load"]))
+    assert (found.cause, found.ranks) == (Cause.OTHER_CODE, (3,))
+
+
 def test_who_is_waited_for_in_the_end_is_to_blame():
     """Ranks 0 and 1 wait for 2, which waits for 3 in a group of both."""
     groups = {"all": ALL, "2,3": (2, 3)}
