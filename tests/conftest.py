@@ -33,6 +33,15 @@ def own_path():
     sys.path[:] = before
 
 
+@pytest.fixture(autouse=True)
+def plain_new_group():
+    """torch_xla replaces new_group when it is imported, and its own refuses use_local_synchronization."""
+    yield
+    if "torch_xla.distributed.xla_backend" in sys.modules:
+        distributed = sys.modules["torch.distributed"]
+        distributed.new_group = distributed.distributed_c10d.new_group
+
+
 @pytest.fixture(scope="session")
 def trained():
     """The checkpoint that comes with Layerproof, for tests that only read it."""
