@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.backends import stand_in
-from layerproof.distributed import mesh
+from layerproof.distributed import axes, mesh
 from layerproof.distributed.errors import DistributedError
 from layerproof.port import ranks
 from processes import afresh
@@ -46,15 +46,17 @@ def groups_of(rank, sizes):
 @pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 4}, {"ulysses": 2, "ring": 2, "cfg": 2}, {"ep": 3, "dp": 1}])
 def test_each_axis_joins_the_ranks_that_differ_in_it_alone(sizes):
     count = math.prod(sizes.values())
-    axes = [axis for axis in mesh.AXES if sizes.get(axis, 1) > 1]
-    places = list(itertools.product(*(range(sizes[axis]) for axis in axes)))  # the last axis fastest
+    above_one = [axis for axis in axes.AXES if sizes.get(axis, 1) > 1]
+    places = list(itertools.product(*(range(sizes[axis]) for axis in above_one)))  # the last axis fastest
     for rank, (text, found) in enumerate(in_fresh_ranks(groups_of, count, sizes)):
-        assert text == ", ".join(f"{axis} {at} of {sizes[axis]}" for axis, at in zip(axes, places[rank], strict=True))
-        for number, axis in enumerate(axes):
+        assert text == ", ".join(
+            f"{axis} {at} of {sizes[axis]}" for axis, at in zip(above_one, places[rank], strict=True)
+        )
+        for number, axis in enumerate(above_one):
             with_it = [
                 other
                 for other, place in enumerate(places)
-                if all(place[at] == places[rank][at] for at in range(len(axes)) if at != number)
+                if all(place[at] == places[rank][at] for at in range(len(above_one)) if at != number)
             ]
             assert found[axis] == (with_it, sum(with_it), with_it, places[rank][number])
 
@@ -77,17 +79,17 @@ def test_groups_of_a_device_have_groups_of_gloo_beside_them():
     assert found == [(["neuron", "gloo"], [rank % 2, rank % 2 + 2]) for rank in range(4)]
 
 
-@given(st.dictionaries(st.sampled_from(mesh.AXES), st.integers(1, 6)), st.integers(1, 64))
+@given(st.dictionaries(st.sampled_from(axes.AXES), st.integers(1, 6)), st.integers(1, 64))
 def test_sizes_make_up_the_world_or_the_arithmetic_is_shown(sizes, world):
     product = math.prod(sizes.values())
     if product == world:
-        found = mesh.checked(sizes, world)
+        found = axes.checked(sizes, world)
         assert math.prod(found.values()) == world
-        assert list(found) == [axis for axis in mesh.AXES if axis in found]
+        assert list(found) == [axis for axis in axes.AXES if axis in found]
         assert found == {"dp": 1} or all(sizes[axis] == size > 1 for axis, size in found.items())
     else:
         with pytest.raises(DistributedError) as raised:
-            mesh.checked(sizes, world)
+            axes.checked(sizes, world)
         assert f"= {product} ranks, but there are {world}. Change an axis or WORLD_SIZE." in str(raised.value)
 
 
@@ -101,7 +103,7 @@ def test_sizes_make_up_the_world_or_the_arithmetic_is_shown(sizes, world):
 )
 def test_sizes_that_cannot_be_are_told(sizes, told):
     with pytest.raises(DistributedError) as raised:
-        mesh.checked(sizes, 6)
+        axes.checked(sizes, 6)
     assert str(raised.value) == told
 
 

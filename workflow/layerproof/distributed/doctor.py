@@ -111,6 +111,11 @@ class Doctor:
         with contextlib.suppress(dist.DistError):
             self.board.post(self.now())
 
+    def rest(self, is_so: bool) -> None:
+        """Posts that this rank is as one that has finished, or that it is no longer."""
+        self.state = replace(self.state, ended=FINISHED if is_so else "", ended_at=time.time() if is_so else 0.0)
+        self.post()
+
     def end(self, how: str) -> None:
         """Posts how this rank ended."""
         if os.getpid() != self.state.pid or self._over.is_set():  # a child that was forked

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from multiprocessing.connection import wait
+from typing import IO, Any
 
 from . import ADDRESS, WORLD, board
-from .board import HOST, Board, State, is_running
+from .board import HOST, Board, State
 from .causes import FINISHED, KILLED, Cause
 from .table import Report, reported
 
@@ -19,18 +22,32 @@ class Attendant:
     world: str = ""
     """What the launcher calls its ranks, or an empty text if they may be of several worlds."""
     store: Any = field(default_factory=board.host)
+    _running: dict[tuple[str, int], IO[bytes]] = field(default_factory=dict)
+    """By world and process, what can be read once the process has ended."""
     _gone: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def variables(self, host: str = "127.0.0.1") -> dict[str, str]:
         """What the environment of each rank has to have; `host` is what the ranks' hosts call this one."""
         return {ADDRESS: f"{host}:{self.store.port}"} | ({WORLD: self.world} if self.world else {})
 
-    def look(self) -> None:
-        """Notes the processes that are gone; to be called every second or so, because who went first is to blame."""
+    def look(self, seconds: float = 0.0, until: Sequence[IO[bytes]] = ()) -> None:
+        """Notes the processes that end, within this time or until one of `until` can be read. To be called again and again:
+        a launcher ends all ranks as soon as one has died, and who went first is to blame.
+        """
         for one in self._boards():
             for _, host, pid in one.joined():
-                if host == HOST and (one.world, pid) not in self._gone and not is_running(pid):
-                    self._gone[one.world, pid] = time.time()
+                rank = one.world, pid
+                if host != HOST or rank in self._gone or rank in self._running:
+                    continue
+                try:
+                    self._running[rank] = os.fdopen(os.pidfd_open(pid), "rb")
+                except ProcessLookupError:
+                    self._gone[rank] = time.time()
+        ready = wait([*self._running.values(), *until], seconds)
+        for rank, ended in list(self._running.items()):
+            if ended in ready:
+                self._gone[rank] = time.time()
+                self._running.pop(rank).close()
 
     def found(self) -> Report | None:
         """What the doctors of the launcher's world found; None if its ranks do not hang."""

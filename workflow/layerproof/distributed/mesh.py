@@ -6,7 +6,7 @@ with the same ranks, for control messages that must not go by the device.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .axes import checked, of_variable, place_of
 from .errors import DistributedError
-
-AXES = ("pp", "dp", "cfg", "ep", "cp", "ring", "ulysses", "tp")
-"""The axes in the order in which ranks are numbered, the last one fastest: what talks most lies on neighbouring ranks.
-
-Pipeline stages, data, classifier-free guidance (one half each for both prompts), experts, context (`cp`, or its two parts as
-yunchang splits it: a `ring` of key-value chunks, and heads by `ulysses`), tensors.
-"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class Mesh:
 
     def __str__(self) -> str:
         """The coordinates of this rank, such as `pp 3 of 4, tp 1 of 2`, from 0."""
-        return ", ".join(f"{axis} {self.at(axis)} of {size}" for axis, size in self.sizes.items())
+        return place_of(dist.get_rank(), self.sizes)
 
     def _known(self, axis: str) -> str:
         if axis not in self.sizes:
@@ -72,22 +66,17 @@ def create(device_type: str, **sizes: int) -> Mesh:
     return Mesh(axes, device, init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=gloo))
 
 
-def checked(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """The sizes of the axes above 1, in the order of AXES.
+@functools.cache
+def launched(device_type: str) -> Mesh:
+    """The mesh of the axes that this rank's launcher has set (MESH); without them all ranks are in one axis, `dp`.
+
+    Created by the first call, which all ranks have to come to, and the same mesh for all calls after it.
 
     Raises:
-        DistributedError: if an axis is unknown, a size is below 1, or the product is not the number of ranks.
+        DistributedError: if the variable is no list of axes, or its sizes do not make up the number of ranks.
     """
-    if unknown := [axis for axis in sizes if axis not in AXES]:
-        raise DistributedError(f"no axis is called {unknown[0]}. Use {', '.join(AXES)}.")
-    if below := [axis for axis, size in sizes.items() if size < 1]:
-        raise DistributedError(f"{below[0]} = {sizes[below[0]]}: an axis has at least 1 rank.")
-    ordered = {axis: sizes[axis] for axis in AXES if axis in sizes}
-    product = math.prod(ordered.values())
-    if product != world_size:
-        said = " x ".join(f"{axis} {size}" for axis, size in ordered.items())
-        raise DistributedError(f"{said} = {product} ranks, but there are {world_size}. Change an axis or WORLD_SIZE.")
-    return {axis: size for axis, size in ordered.items() if size > 1} or {"dp": 1}
+    sizes = of_variable()
+    return create(device_type, **(sizes or {"dp": dist.get_world_size()}))
 
 
 def sequence_groups(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from . import watch
+from . import mesh, watch
 from .board import address, free_port
 from .errors import DistributedError
 
@@ -114,6 +114,7 @@ def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _world.control = None
+    mesh.launched.cache_clear()
 
 
 def world_size() -> int:

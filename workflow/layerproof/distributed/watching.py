@@ -119,6 +119,12 @@ def ended(error: BaseException | None) -> None:
         _watched.doctor.end(raised(error) if error else FINISHED)
 
 
+def rests(is_so: bool) -> None:
+    """Says that this rank has done what it was asked for, or that it goes on."""
+    if _watched.doctor:
+        _watched.doctor.rest(is_so)
+
+
 def _replace(pairs: Any) -> None:
     """Puts the second function of each pair in the place of the first, in all modules that have it."""
     new = {id(old): (old, replacement) for old, replacement in pairs}
@@ -292,7 +298,14 @@ def _post_the_end() -> None:
 
     sys.excepthook = hook
     atexit.register(ended, None)
-    util.Finalize(None, ended, (None,), exitpriority=0)  # children of multiprocessing do not run atexit
+    util.Finalize(None, _ended_as_child, exitpriority=0)
+
+
+def _ended_as_child() -> None:
+    """A child of multiprocessing runs neither atexit nor the hook for exceptions: this runs while its error is on its way."""
+    error = sys.exception()
+    is_orderly = isinstance(error, SystemExit) and not error.code
+    ended(None if is_orderly else error)
 
 
 def _stop() -> None:

@@ -22,7 +22,7 @@ INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", 
 LIBRARY = f"{Path(__file__).resolve().parents[1]}/"
 """Layerproof's own code, which counts wherever it is installed."""
 DISTRIBUTED = f"{LIBRARY}distributed/"
-CHANGES_RANKS = tuple(f"{DISTRIBUTED}{name}.py" for name in ("process_group", "mesh"))
+CHANGES_RANKS = tuple(f"{DISTRIBUTED}{name}.py" for name in ("process_group", "mesh", "axes"))
 """What ranks compute by. The rest of the package watches them, on a thread that runs what it finds time for."""
 FAULTS, SHIPPED_PORTS = f"{LIBRARY}diagnose/faults/", f"{LIBRARY}_workflow/"
 """Parts of the library whose import is recorded, because it registers faults or belongs to a port."""
