@@ -62,12 +62,14 @@ def test_each_rank_wants_a_core():
     )
     assert (found(3)["ranks"].status, found(3)["ranks"].text) == (
         "fail",
-        "parallel.tp is 3, but only 2 cores are usable",
+        "parallel asks for 3 ranks, but only 2 cores are usable",
     )
-    assert found(2, NEURON_RT_VISIBLE_CORES="1")["ranks"].text == "parallel.tp is 2, but only 1 cores are usable"
+    assert (
+        found(2, NEURON_RT_VISIBLE_CORES="1")["ranks"].text == "parallel asks for 2 ranks, but only 1 cores are usable"
+    )
     devices = json.loads(text) * 2
     found = neuron.check_neuron_ls(0, json.dumps(devices), None, {"NEURON_RT_VISIBLE_CORES": "0-3"}, 2)
-    assert "parallel.tp is 2, but NEURON_RT_VISIBLE_CORES=0-3 names 4 cores" in {check.text for check in found}
+    assert "parallel asks for 2 ranks, but NEURON_RT_VISIBLE_CORES=0-3 names 4 cores" in {check.text for check in found}
 
 
 def test_nvidia_smi_is_read():

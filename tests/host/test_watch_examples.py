@@ -46,7 +46,18 @@ def test_a_program_runs_as_without_it_and_its_mistake_is_named(name):
 
     def run(*arguments, deadline):
         program = REPOSITORY / "examples/watch" / f"{name}.py"
-        command = [sys.executable, "-m", "layerproof", "watch", *flags, *deadline, "--", *launcher, str(program), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "layerproof",
+            "watch",
+            *flags,
+            *deadline,
+            "--",
+            *launcher,
+            str(program),
+            *arguments,
+        ]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "workflow"), "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
 

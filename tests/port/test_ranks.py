@@ -1,12 +1,12 @@
 """The ranks of a job, in real processes."""
 
-import multiprocessing
 import os
 import re
 import signal
 import sys
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -76,8 +76,11 @@ def what_ranks_begin_with(device, folder):
         raise StageError(f"{'torch_xla' in sys.modules}")
 
     settings = config_with(port={"device": device}, parallel={"tp": 2})
+    job = SimpleNamespace(name="port/embed", config=settings)
+    crew = ranks.Crew("fork", settings.parallel.of_stage)
+    args = SimpleNamespace(job=[job], log=[], tokens=folder / "tokens.json")
     with pytest.raises(StageError) as caught:
-        by_ranks(settings, folder / "tokens.json", make, folder / "embed.h5")
+        by_ranks(crew, args, job, make, folder / "embed.h5")()
     return str(caught.value)
 
 
@@ -86,42 +89,63 @@ def test_ranks_begin_with_imported_packages_if_that_touches_no_device(tmp_path, 
     assert afresh(what_ranks_begin_with, device, tmp_path) == begin_with_it
 
 
-class Spawned:
-    """A child of another launcher, which starts a new Python in place of forking."""
+def stages_of_one_crew(folder):
+    calls = []
 
-    def __init__(self, work, environment):
-        spawn = multiprocessing.get_context("spawn")
-        self.messages, sender = spawn.Pipe(duplex=False)
-        self.process = spawn.Process(target=in_environment, args=(work, sender, environment))
-        self.process.start()
-        sender.close()
-        self.ended = os.fdopen(os.pidfd_open(self.process.pid), "rb")
+    def counted(rank, stage):
+        from layerproof.distributed import process_group
 
-    def exit_code(self):
-        self.process.join()
-        return self.process.exitcode
+        process_group.initialise("cpu")
+        calls.append(stage)
+        print(f"rank {rank} in {stage}", flush=True)
+        return os.getpid(), list(calls)
 
-    def end(self):
-        self.process.kill()
-        self.process.join()
+    works = {name: ranks.Work(counted, folder / f"{name}.log") for name in ("embed", "norm")}
+    crew = ranks.Crew("fork", {"tp": 2}, works=works)
+    values = [[one.value for one in crew.run(name, name)] for name in works]
+    crew.end()
+    return values
 
 
-def in_environment(work, sender, environment):
-    os.environ.update(environment)
-    work(sender)
+def test_ranks_stay_for_the_stages_of_their_job(tmp_path):
+    first, second = afresh(stages_of_one_crew, tmp_path)
+    assert [(pid, ["embed", "norm"]) for pid, _ in first] == second and len(set(first[0][:1] + first[1][:1])) == 2
+    for stage in ("embed", "norm"):
+        said = (tmp_path / f"{stage}.log").read_text()
+        assert sorted(re.findall(r"rank \d in \w+", said)) == [f"rank {rank} in {stage}" for rank in range(2)]
 
 
-def number_or_death(rank):
-    if rank == 2:
-        os._exit(3)
-    return rank, os.environ["RANK"]
+def dying(folder, times):
+    """A work in which rank 1 is killed that often."""
+
+    def work(rank):
+        died = folder / f"died {len(list(folder.iterdir()))}"
+        if rank == 1 and len(list(folder.iterdir())) < times:
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rank
+
+    return ranks.Work(work)
 
 
-def test_another_launcher_can_start_the_ranks():
-    done = ranks.run(2, number_or_death, Spawned)
-    assert [one.value for one in done] == [(0, "0"), (1, "1")]
-    with pytest.raises(StageError, match=r"rank 2: .*exit code 3"):
-        ranks.run(3, number_or_death, Spawned)
+def test_a_stage_whose_rank_was_killed_runs_again_as_often_as_the_config_says(tmp_path, caplog):
+    crew = ranks.Crew("fork", {"tp": 2}, retries=1, works={"norm": dying(tmp_path, 1)})
+    assert [one.value for one in crew.run("norm")] == [0, 1]
+    assert "rank 1: Its process was killed by SIGKILL" in caplog.text and "for time 1 of 1" in caplog.text
+    crew.works["norm"] = dying(tmp_path, 3)
+    crew.end()
+    with pytest.raises(StageError, match="rank 1: Its process was killed by SIGKILL"):
+        crew.run("norm")
+
+
+def test_a_stage_whose_rank_says_what_is_wrong_does_not_run_again(tmp_path):
+    def work(rank):
+        (tmp_path / f"{time.monotonic()}").touch()
+        raise StageError("no weights for me")
+
+    with pytest.raises(StageError, match="no weights"):
+        ranks.Crew("fork", {"tp": 1}, retries=3, works={"norm": ranks.Work(work)}).run("norm")
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_named():

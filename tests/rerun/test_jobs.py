@@ -426,7 +426,8 @@ def test_current_job_imports_nothing_heavy(tmp_path, verb, files, arguments):
     for output in outputs:
         (tmp_path / output).parent.mkdir(exist_ok=True)
         (tmp_path / output).write_text("output")
-    job = job_of(arguments=arguments, settings={"model": {"checkpoint": "model"}})
+    settings = {"model": {"checkpoint": "model"}, "parallel": {"launcher": "fork", "tp": 1, "cp": 1, "ep": 1}}
+    job = job_of(arguments=arguments, settings=settings)
     job.write(tmp_path / "job.json")
     record = Record(
         job,

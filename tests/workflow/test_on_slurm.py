@@ -2,9 +2,12 @@
 
 import json
 import math
+import shutil
+import subprocess
+import sys
 
 import pytest
-from runs import Workflow
+from runs import REPOSITORY, Workflow
 
 from slurm import Slurm
 
@@ -62,3 +65,39 @@ def test_the_default_run_survives_a_cancelled_job_and_a_lost_node(slurm, tmp_pat
     first, second = (int(job["MinMemoryNode"].removesuffix("M")) for job in golden)
     assert first == math.ceil((2e9 + 1.5 * predicted["golden"]) / 1e6)
     assert second == math.ceil(1.5 * (2e9 + 1.5 * predicted["golden"]) / 1e6)
+
+
+def test_srun_starts_the_ranks_of_a_program_and_of_a_port(slurm, tmp_path):
+    """In a job of Slurm: a killed rank ends the others, and the program runs again; then a port on two ranks is judged."""
+    workflow = Workflow(
+        tmp_path / "run",
+        layers="0",
+        chains=[],
+        parallel={"launcher": "srun", "tp": 2},
+        port={"module": "workflow/ports/minimax_m2_tp.py"},
+    )
+    shutil.copytree(REPOSITORY / "examples", workflow.directory / "examples")
+    example = "examples/launchers/train_step.py out --dies 2"
+    launch = (
+        f"{sys.executable} -m layerproof launch --launcher srun --config examples/launchers/config.yaml -- {example}"
+    )
+    judge = " ".join(workflow.command("--nolock", target="results/compare/layer_000.json", cold=True))
+    batch = [
+        "sbatch",
+        "--wait",
+        "--chdir",
+        str(workflow.directory),
+        "--output",
+        "job.txt",
+        "--wrap",
+        f"{launch} && {judge}",
+    ]
+    environment = workflow.options()["env"] | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(batch, env=environment, capture_output=True, text=True)
+    said = (workflow.directory / "job.txt").read_text()
+    assert ended.returncode == 0, said
+    assert "Rank 2 ended without an error of Python" in said and "runs the program again, for time 1 of 1" in said
+    assert json.loads((workflow.directory / "out/loss.json").read_text())["mesh"] == {"dp": 2, "tp": 2}
+    assert json.loads((workflow.results / "compare/layer_000.json").read_text())["status"] == "pass"
+    run = json.loads((workflow.results / "records/port/layer_000.json").read_text())["run"]
+    assert (run["ranks"], run["launcher"], run["mesh"]) == (2, "srun", {"ep": 1, "cp": 1, "tp": 2})

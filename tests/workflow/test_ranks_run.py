@@ -33,7 +33,9 @@ def test_a_port_on_two_ranks_is_judged_as_one(tmp_path, monkeypatch):
     assert {finding["kind"] for finding in audited["findings"]} <= {"transposed", "origin", "widened"}
     assert audited["port"]["bfloat16"] > audited["disk"]["BF16"], "norms and router are there on both ranks"
     assert not list(workflow.results.rglob("*.tmp"))
-    assert "minimax_m2_tp.py, bfloat16 on 2 ranks on cpu" in (workflow.results / "report.html").read_text()
+    assert (
+        "minimax_m2_tp.py, bfloat16 on 2 ranks (tp 2, by fork) on cpu" in (workflow.results / "report.html").read_text()
+    )
     assert workflow.run().made == frozenset()
 
     # On one rank it would be right: all that a norm over a rank's own part lacks is what the others have.
@@ -98,3 +100,27 @@ def test_ranks_of_a_model_of_nxd_inference(tmp_path, monkeypatch):
     assert reason.startswith("attn.out: ranks 0 and 1 differ") and "the sum over the ranks is missing" in reason
     kinds = {one["kind"] for one in read(workflow, "audit.json")["stages"]["layer_000"]["findings"]}
     assert not kinds & {"rank baked in", "in part", "twice"}
+
+
+@pytest.mark.parametrize("launcher", ["fork", "torchrun", "ray"])
+def test_a_stage_whose_rank_is_killed_runs_again_under_each_launcher(tmp_path, monkeypatch, launcher):
+    monkeypatch.setenv("TMPDIR", "/tmp")  # the path of a socket of Ray must be short
+    parallel = {"launcher": launcher, "tp": 2, "retries": 1}
+    workflow = Workflow(tmp_path, layers="0", chains=[], parallel=parallel, port={"module": PORT})
+    kill = f"__import__('os').kill(__import__('os').getpid(), 9) if is_first else total"
+    died = f"dist.get_rank() == 1 and not (died := __import__('pathlib').Path({str(tmp_path / 'died')!r})).exists()"
+    lines = f"    is_first = {died}\n    is_first and died.touch()\n    {kill}\n    return total\n"
+    workflow.edit(PORT, ("    return total\n", lines))
+    workflow.run(target="results/compare/layer_000.json results/compare/embed.json")
+    assert [read(workflow, f"compare/{stage}.json")["status"] for stage in ("embed", "layer_000")] == ["pass", "pass"]
+    said = workflow.log("port/layer_000")
+    assert "rank 1: Its process was killed" in said and "It runs again, for time 1 of 1" in said
+    run = read(workflow, "records/port/layer_000.json")["run"]
+    assert (run["ranks"], run["launcher"]) == (2, launcher)
+
+    (tmp_path / "died").unlink()
+    workflow.configure(parallel=parallel | {"retries": 0})
+    workflow.edit(PORT, ("    is_first and died.touch()\n", "    is_first and print('dies')\n"))
+    workflow.run(target="results/compare/layer_000.json results/compare/embed.json")
+    assert [read(workflow, f"compare/{stage}.json")["status"] for stage in ("embed", "layer_000")] == ["pass", "error"]
+    assert "rank 1: Its process was killed" in read(workflow, "compare/layer_000.json")["reason"]

@@ -24,7 +24,7 @@ VERBS = {
     "golden.verbs": ("golden", "import-golden", "import-preflight", "export"),
     "port.verbs": ("port", "chain", "captured"),
     "compare.verbs": ("compare", "compare-chain", "bisect"),
-    "host.verbs": ("predict", "preflight", "watch"),
+    "host.verbs": ("predict", "preflight", "watch", "launch"),
     "diagnose.verbs": ("teacher-force", "diagnose"),
     "report.verbs": (
         "audit",
@@ -52,6 +52,7 @@ ORDER = (
     "audit",
     "preflight",
     "watch",
+    "launch",
     "why",
     "snakefile",
     "make-tiny",
@@ -102,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
         own, behind_dashes = _parted(argv)
         args = parser(own[0] if own else None).parse_args(own)
         verb, args.behind_dashes = args.verb, behind_dashes
-        if behind_dashes and verb not in ("run", "watch"):
+        if behind_dashes and verb not in ("run", "watch", "launch"):
             raise UserError(f"--: {verb} takes nothing behind it. Leave it out.")
         return args.action(args) or 0
     except BrokenPipeError:  # of `layerproof audit | head`

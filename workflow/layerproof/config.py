@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from layerproof.errors import UserError
 from layerproof.files import canonical_json
@@ -36,6 +36,8 @@ class Limit:
         return schema
 
 
+Launcher = Literal["fork", "torchrun", "ray", "srun"]
+LAUNCHERS = get_args(Launcher)
 NotEmpty = Annotated[str, Limit(min_length=1)]
 Image = Annotated[str, Limit(pattern=r"^([^:]+\.sif|[a-z]+://([^\s@/]+/)*[^\s@/:]+@sha256:[0-9a-f]{64})$")]
 Place = Annotated[str, Limit(pattern=r"^(cpu|disk|cuda(:[0-9]+)?)$")] | Annotated[int, Limit(ge=0)]
@@ -203,10 +205,38 @@ class Parallel(Section):
 
     __pydantic_config__ = PYDANTIC
 
+    launcher: Launcher = "fork"
+    """What starts the ranks. fork makes them from the job, on its host; torchrun starts them there, too; ray starts
+    them as actors of the cluster at RAY_ADDRESS, or of one of its own; srun as tasks of the Slurm job that it runs in."""
+    retries: Annotated[int, Limit(ge=0)] = 0
+    """How many times a stage whose rank was killed, or ended without a word, runs again. A stage whose ranks report an
+    error, or hang, does not."""
     tp: Annotated[int, Limit(ge=1)] = 1
-    """Ranks that a stage of the port is split over, by tensor parallelism: one process per rank on one host, as
-    torchrun starts them, on Neuron with one core each. On the CPU they run without XLA, whose CPU client supports only
-    one process."""
+    """Ranks that tensor parallelism splits a stage over. Each rank is one process, on Neuron with one core. On the CPU
+    several ranks run without XLA, whose CPU client supports only one process."""
+    cp: Annotated[int, Limit(ge=1)] = 1
+    """Ranks that context parallelism splits the tokens of a stage over."""
+    ep: Annotated[int, Limit(ge=1)] = 1
+    """Ranks that expert parallelism spreads the experts of a stage over."""
+    pp: Annotated[int, Limit(ge=1)] = 1
+    """Ranks that pipeline parallelism spreads the stages of a chain over. Isolated stages do without it."""
+    dp: Annotated[int, Limit(ge=1)] = 1
+    """Copies of the model with data of their own, in programs that layerproof launch starts. Stages do without it."""
+
+    @property
+    def of_stage(self) -> dict[str, int]:
+        """The ranks that a stage is split over, by axis."""
+        return {"ep": self.ep, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def of_chain(self) -> dict[str, int]:
+        """The ranks that a chain is spread over, by axis."""
+        return {"pp": self.pp, **self.of_stage}
+
+    @property
+    def of_program(self) -> dict[str, int]:
+        """The ranks of a program of the user's own, by axis."""
+        return {"dp": self.dp, **self.of_chain}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

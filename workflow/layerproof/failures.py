@@ -23,8 +23,10 @@ LONGEST_REASON = 500
 """Characters of an external error's message that the report shows."""
 
 
-def died(code: int, process: str = "The process of the job") -> StageError:
-    """Returns the error for a process that ended with this exit code, or minus this signal, explained from its log."""
+def died(code: int | None, process: str = "The process of the job") -> StageError:
+    """Returns the error for a process that ended with this exit code, or minus this signal, explained from its log. None is
+    the code of a process whose parent alone knows how it ended.
+    """
     meaning = known_errors.explained(_log_so_far())
     last = f"Its log shows what it printed last{f': {meaning}' if meaning else '.'}"
     return StageError(f"{how_it_ended(code, process)} {last}")
@@ -48,8 +50,10 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def how_it_ended(code: int, process: str = "The process of the job") -> str:
+def how_it_ended(code: int | None, process: str = "The process of the job") -> str:
     """Describes a process that ended before its job did; `code` is its exit code, or minus the signal."""
+    if code is None:
+        return f"{process} was killed, or ended before its output was written."
     if code >= 0:
         return f"{process} ended with exit code {code} before its output was written."
     cause = " (out of memory, or killed by hand)" if -code == signal.SIGKILL else ""

@@ -96,11 +96,11 @@ wildcard_constraints:
     run=r"[A-Za-z0-9._-]+",
 
 
-def layerproof(verb, outputs, inputs=""):
-    """The command of a rule: what it writes, and what it reads, by their names in the rule."""
+def layerproof(verb, outputs, inputs="", more=""):
+    """The command of a rule: what it writes, and what it reads, by their names in the rule, and further flags."""
     files = [f"{{output.{name}:q}}" for name in outputs.split()]
     flags = [f"--{name} {{input.{name}:q}}" for name in inputs.split()]
-    return " ".join(["python -m layerproof", verb, *files, *flags, "--job {input.job:q} --log {log:q}"])
+    return " ".join(["python -m layerproof", verb, *files, *flags, *more.split(), "--job {input.job:q} --log {log:q}"])
 
 
 PLANNER = Planner(

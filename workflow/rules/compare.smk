@@ -90,4 +90,4 @@ rule bisect:
         mem_mb=memory_of("port", lambda wildcards: BISECTED, at_once=True),
         runtime=time_of("port", lambda wildcards: BISECTED * (1 + len(BISECTED).bit_length()), start=port_starts(60)),
     shell:
-        layerproof("bisect", "bisection", "golden noise weights tokens config previous")
+        layerproof("bisect", "bisection", "golden noise weights tokens config previous", RETRIES)

@@ -25,7 +25,7 @@ rule teacher_force_stage:
         mem_mb=memory_of("port", own_stage),
         runtime=time_of("port", own_stage, start=port_starts(10)),
     shell:
-        layerproof("teacher-force", "tensors", "comparison golden weights tokens config previous")
+        layerproof("teacher-force", "tensors", "comparison golden weights tokens config previous", RETRIES)
 
 
 rule diagnose_stage:

@@ -8,7 +8,7 @@ PORT_SETTINGS = [
     # A model of transformers may keep its residuals in fp32, whatever the golden's dtype is.
     *(["golden.dtype"] if CONFIG.port.backend == "transformers" else []),
     *(f"port.{key}" for key in ("backend", "module", "device", "dtype", "options", "nxdi")),
-    "parallel",
+    *PARALLEL,
 ]
 """Of a job that runs the port as it is."""
 SHIPPED_SETTINGS = [
@@ -17,6 +17,7 @@ SHIPPED_SETTINGS = [
     *(["port.compiler_flags"] if CONFIG.port.compile == "neuron" else []),
 ]
 """Of a job that runs the port as it is shipped: compiled, if that is asked for."""
+RETRIES = f"--retries {CONFIG.parallel.retries}" if CONFIG.parallel.retries else ""
 PORT_PACKAGES = [
     "torch",
     "torch-xla",
@@ -51,7 +52,7 @@ rule port_stage:
         mem_mb=memory_of("port", own_stage),
         runtime=time_of("port", own_stage, start=port_starts(10)),
     shell:
-        layerproof("port", "tensors", "weights tokens config previous")
+        layerproof("port", "tensors", "weights tokens config previous", RETRIES)
 
 
 # One rule for each chain, because Snakemake cannot tell a rule's set of outputs from a wildcard. (A variable named chain
@@ -84,7 +85,7 @@ for chain_name in filter(lambda name: name != captured.CHAIN, CHAINS):
             mem_mb=memory_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name]),
             runtime=time_of("port", lambda wildcards, chain_name=chain_name: CHAINS[chain_name], start=port_starts(30)),
         shell:
-            layerproof("chain", "tensors", "weights tokens config previous")
+            layerproof("chain", "tensors", "weights tokens config previous", RETRIES)
 
 
 if captured.CHAIN in CHAINS:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerproof.files import read_json, write_json
 from layerproof.port import ranks
+from layerproof.port.verbs import add_retries, crew_of, starter
 from layerproof.rerun import jobs
 from layerproof.rerun.command import Verbs, add_job_verb, of_stage, of_stages, only, only_job, run_tasks, task
 from layerproof.rerun.job import Job
@@ -17,7 +18,7 @@ from layerproof.rerun.recorder import cached
 from layerproof.tensors import pruning
 
 if TYPE_CHECKING:
-    from layerproof.port.runner import Runner
+    from layerproof.model.handed import StageInput
     from layerproof.tensors.tensor import Tensor
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def add_verbs(verbs: Verbs) -> None:
     add_job_verb(verbs, "compare-chain", compare_chain, "Compares a chain with the golden's trajectory.", *files)
     text = "Finds the first stage at which the port goes wrong on its own outputs, by bisection."
     files = "golden", "noise", "weights", "tokens", "config", "previous"
-    add_job_verb(verbs, "bisect", bisect, text, *files)
+    add_retries(add_job_verb(verbs, "bisect", bisect, text, *files))
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -84,35 +85,41 @@ def bisect(args: argparse.Namespace) -> None:
     output = args.outputs[0].absolute()
     golden, noise = ({path.stem: path.absolute() for path in paths} for paths in (args.golden, args.noise))
     previous = only(args.previous)
+    start = starter(args)
+    crew = crew_of(args, job.config.parallel.of_stage)
+
+    @cached
+    def given() -> tuple[Mapping[str, Any], StageInput | None]:
+        from layerproof.model import handed
+
+        return {path.stem: read_json(path) for path in args.weights}, handed.stage_input(previous, None)
+
+    def run_here(stages: Sequence[str]) -> Tensor:
+        from layerproof.port import stage
+
+        descriptions, fed = given()
+        return stage.run_chain(start(), descriptions, fed, stages)
+
+    crew.works["chain"] = ranks.Work(lambda rank, stages: run_here(stages))
 
     def work() -> Mapping[str, Any]:
         from layerproof.compare import bisect
-        from layerproof.model import handed
         from layerproof.model.tokens import Tokens
-        from layerproof.port import stage
 
-        prompts = Tokens.read(args.tokens)
-        descriptions = {path.stem: read_json(path) for path in args.weights}
-        fed = handed.stage_input(previous, None)
-        count, done = job.config.parallel.tp, []
-
-        @cached
-        def start() -> Runner:
-            from layerproof.port.runner import Runner
-
-            return Runner.start(job.checkpoint, prompts, job.config)
-
-        def run_here(stages: Sequence[str]) -> Tensor:
-            return stage.run_chain(start(), descriptions, fed, stages)
+        done: list[ranks.Done[Tensor]] = []
 
         def run(stages: Sequence[str]) -> Tensor:
-            if count == 1:
+            if crew.count == 1:
                 return run_here(stages)
-            made = ranks.run(count, lambda rank: run_here(stages))
+            made = crew.run("chain", stages)
             done.extend(made)
             return made[0].value
 
-        content = bisect.bisect(job.arguments["stages"], run, golden, noise, prompts.valid)
+        valid = Tokens.read(args.tokens).valid
+        try:
+            content = bisect.bisect(job.arguments["stages"], run, golden, noise, valid)
+        finally:
+            crew.end()
         left_out = job.arguments["left_out"]  # chains have no gap
         if left_out:
             print(f"{', '.join(left_out)}: skipped, because layers (config.yaml) has a gap before them")
@@ -120,4 +127,5 @@ def bisect(args: argparse.Namespace) -> None:
         return {jobs.CODE: ranks.code_of(done)}
 
     inputs = [*args.golden, *args.noise, *args.weights, args.tokens, args.config, *args.previous]
-    run_tasks(args, [task(args, job, inputs, work)])
+    if not ranks.serves(crew):
+        run_tasks(args, [task(args, job, inputs, work)])

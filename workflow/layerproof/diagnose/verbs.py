@@ -12,11 +12,10 @@ from typing import Any
 from layerproof.diagnose.result import undiagnosed
 from layerproof.errors import StageError
 from layerproof.files import read_json, write_json
-from layerproof.port.verbs import by_ranks, starter
+from layerproof.port.verbs import add_retries, by_ranks, crew_of, run_tasks_of, starter
 from layerproof.rerun.command import (
     Verbs,
     add_job_verb,
-    leave_tensors_error,
     of_stage,
     of_stages,
     only,
@@ -34,7 +33,7 @@ def add_verbs(verbs: Verbs) -> None:
     """Adds `teacher-force` and `diagnose` to the command line."""
     text = "Runs failing stages of the port teacher-forced: the golden's tap replaces each of their own."
     files = "comparison", "golden", "weights", "tokens", "config", "previous"
-    add_job_verb(verbs, "teacher-force", teacher_force, text, *files)
+    add_retries(add_job_verb(verbs, "teacher-force", teacher_force, text, *files))
     text = "Finds the known mistake that explains a failing stage."
     files = "comparison", "golden", "noise", "port", "forced", "weights", "tokens", "config", "previous"
     add_job_verb(verbs, "diagnose", diagnose, text, *files)
@@ -43,6 +42,7 @@ def add_verbs(verbs: Verbs) -> None:
 def teacher_force(args: argparse.Namespace) -> None:
     """A stage that does not fail leaves an empty file: there is nothing to find out."""
     start = starter(args)
+    crew = crew_of(args, args.job[0].config.parallel.of_stage, independent=True)
 
     def task_of(job: Job) -> Task:
         comparison, golden, weights = (of_stage(p, job.stage) for p in (args.comparison, args.golden, args.weights))
@@ -62,12 +62,14 @@ def teacher_force(args: argparse.Namespace) -> None:
             description = read_json(weights)
             stage.teacher_force_stage(start(), job.stage, description, fed, taps, output)
 
-        def work() -> Mapping[str, Any]:
+        forced = by_ranks(crew, args, job, force, output)
+
+        def work() -> Mapping[str, Any] | None:
             from layerproof.tensors import hdf5
 
             if read_json(comparison)["status"] == "fail":
                 pruning.require_intact([golden])
-                return by_ranks(job.config, args.tokens, force, output)
+                return forced()
             if not hdf5.is_empty(output):  # an equal output is left alone, and what depends on it
                 hdf5.write(output, {}, attributes={"stage": job.stage})
             return {}
@@ -75,7 +77,7 @@ def teacher_force(args: argparse.Namespace) -> None:
         inputs = [path for path in (comparison, golden, weights, args.tokens, args.config, before) if path]
         return task(args, job, inputs, work)
 
-    run_tasks_in_subprocess(args, list(map(task_of, args.job)), leave_tensors_error, independent=True)
+    run_tasks_of(crew, args, list(map(task_of, args.job)))
 
 
 def diagnose(args: argparse.Namespace) -> None:

@@ -147,10 +147,10 @@ def check_neuron_ls(
         text = f"NEURON_RT_VISIBLE_CORES={visible} names cores that do not exist; this host has cores 0-{cores - 1}"
         yield Check("visible cores", FAIL, text, "Correct it, or unset it.")
     elif ranks > len(usable):
-        text = f"parallel.tp is {ranks}, but only {len(usable)} cores are usable"
-        yield Check("ranks", FAIL, text, "Reduce parallel.tp, or use a larger host.")
+        text = f"parallel asks for {ranks} ranks, but only {len(usable)} cores are usable"
+        yield Check("ranks", FAIL, text, "Reduce parallel.tp, cp or ep, or use a larger host.")
     elif visible and 1 < ranks < len(usable):  # torch_xla needs exactly as many cores as ranks
-        text = f"parallel.tp is {ranks}, but NEURON_RT_VISIBLE_CORES={visible} names {len(usable)} cores"
+        text = f"parallel asks for {ranks} ranks, but NEURON_RT_VISIBLE_CORES={visible} names {len(usable)} cores"
         yield Check("ranks", FAIL, text, "Name as many cores as there are ranks, or unset it.")
     if prediction:
         needed = prediction["port"] // ranks

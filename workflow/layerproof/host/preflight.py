@@ -7,6 +7,7 @@ warning: the run continues and reports it by stage.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -112,14 +113,15 @@ def check_port_host(config: Config, prediction: Mapping[str, Any] | None, availa
     port = config.port
     device = os.environ.get("PJRT_DEVICE", "CPU") if port.device == "auto" else port.device
     on_neuron = device == "NEURON" or port.compile == "neuron"
+    ranks = math.prod(config.parallel.of_stage.values())
     yield from check_libraries("port", on_neuron, _installed, _required)
     if not on_neuron:
         yield Check("device", OK, f"XLA's {device}; port.device is {port.device}")
     if port.backend == "nxdi":
         yield from check_nxdi(find_spec)
     if on_neuron:
-        yield from check_neuron(prediction, os.environ, config.parallel.tp)
-    yield check_memory("port", prediction, available, config.parallel.tp)
+        yield from check_neuron(prediction, os.environ, ranks)
+    yield check_memory("port", prediction, available, ranks)
 
 
 def check_libraries(

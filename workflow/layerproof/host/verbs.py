@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerproof import distributed
+from layerproof.config import LAUNCHERS
 from layerproof.errors import UserError
 from layerproof.failures import as_stage_error
 from layerproof.files import read_json, write_json
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_verbs(verbs: Verbs) -> None:
-    """Adds `predict`, `preflight` and `watch` to the command line."""
+    """Adds `predict`, `preflight`, `watch` and `launch` to the command line."""
     text = "Predicts the memory of each job and the disk space of the run."
     add_job_verb(verbs, "predict", predict, text, "weights", "tokens", "config")
     text = "Checks whether this host can run a side: libraries, devices, memory, disk and checkpoint."
@@ -42,10 +46,21 @@ def add_verbs(verbs: Verbs) -> None:
         example="layerproof watch -- torchrun --nproc-per-node 4 train.py",
         exits="that of the program",
     )
-    text = "seconds that a rank may wait in one step (default: nine tenths of the timeout of init_process_group)"
-    watched.add_argument("--deadline", type=float, help=text)
-    text = "compare each collective between ranks before it runs: another shape or dtype may give wrong sums"
-    watched.add_argument("--check-collectives", action="store_true", help=text)
+    launched = add_person_verb(
+        verbs,
+        "launch",
+        launch,
+        "Runs a Python program on the ranks of config.yaml (parallel), under watch.",
+        example="layerproof launch --launcher ray -- train.py",
+        exits="that of the program",
+    )
+    launched.add_argument("--config", type=Path, default=Path("config.yaml"), help="config file")
+    launched.add_argument("--launcher", choices=LAUNCHERS, help="in place of the one in the config file")
+    for verb in (watched, launched):
+        text = "seconds that a rank may wait in one step (default: nine tenths of the timeout of init_process_group)"
+        verb.add_argument("--deadline", type=float, help=text)
+        text = "compare each collective between ranks before it runs: another shape or dtype may give wrong sums"
+        verb.add_argument("--check-collectives", action="store_true", help=text)
 
 
 def watch(args: argparse.Namespace) -> int:
@@ -54,6 +69,28 @@ def watch(args: argparse.Namespace) -> int:
     if not args.behind_dashes:
         raise UserError("watch: there is no program behind --. Write layerproof watch -- torchrun train.py, say.")
     return run(args.behind_dashes, args.deadline, args.check_collectives)
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Runs the program again if it fails, as often as `parallel.retries` says."""
+    from layerproof.config import read, validate
+    from layerproof.distributed.axes import as_variable
+    from layerproof.host.watch import run
+    from layerproof.launch.commands import command
+
+    if not args.behind_dashes:
+        raise UserError("launch: there is no program behind --. Write layerproof launch -- train.py, say.")
+    parallel = validate(read(args.config)).parallel
+    axes = parallel.of_program
+    start = command(args.launcher or parallel.launcher, math.prod(axes.values()), args.behind_dashes)
+    variables = {distributed.MESH: as_variable(axes)}
+    code = 0
+    for tried in range(parallel.retries + 1):
+        if code:
+            print(f"layerproof: runs the program again, for time {tried} of {parallel.retries}", file=sys.stderr)
+        if not (code := run(start, args.deadline, args.check_collectives, variables)):
+            break
+    return code
 
 
 def predict(args: argparse.Namespace) -> None:

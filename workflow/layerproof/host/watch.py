@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -15,14 +16,19 @@ from layerproof.errors import UserError
 
 HOOK = Path(distributed.__file__).parent / "hook"
 LOOK = 0.5
-"""Seconds between two looks at the processes of the ranks."""
+"""Seconds between two looks for ranks that have come."""
 
 
-def run(command: Sequence[str], deadline: float | None, check_collectives: bool = False) -> int:
+def run(
+    command: Sequence[str],
+    deadline: float | None,
+    check_collectives: bool = False,
+    more: Mapping[str, str] | None = None,
+) -> int:
     """Runs a command and returns its exit code. Every Python that it starts on this host is watched.
 
-    `deadline` is how many seconds a rank may be in one step of torch.distributed; None for as long as torch waits. What the
-    ranks found is printed when the command has ended.
+    `deadline` is how many seconds a rank may be in one step of torch.distributed; None for as long as torch waits. `more`
+    are further variables of its environment. What the ranks found is printed when the command has ended.
 
     Raises:
         UserError: if the command does not exist or cannot be run.
@@ -31,7 +37,11 @@ def run(command: Sequence[str], deadline: float | None, check_collectives: bool 
 
     attendant = Attendant()
     behind = os.environ.get("PYTHONPATH")
-    variables = {"PYTHONPATH": os.pathsep.join([str(HOOK), *([behind] if behind else [])]), **attendant.variables()}
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(HOOK), *([behind] if behind else [])]),
+        **attendant.variables(),
+        **(more or {}),
+    }
     if deadline is not None:
         variables[distributed.DEADLINE] = f"{deadline:g}"
     if check_collectives:
@@ -42,13 +52,10 @@ def run(command: Sequence[str], deadline: float | None, check_collectives: bool 
         process = subprocess.Popen(command, env=os.environ | variables)
     except OSError as error:
         raise UserError(f"{command[0]}: {error.strerror}. Write the command behind -- as you would type it.") from None
-    while process.poll() is None:
-        try:
-            process.wait(LOOK)
-        except subprocess.TimeoutExpired:
-            attendant.look()
-        except KeyboardInterrupt:  # which the command gets, too, and may take its time to end
-            continue
+    with os.fdopen(os.pidfd_open(process.pid), "rb") as ended:
+        while process.poll() is None:
+            with contextlib.suppress(KeyboardInterrupt):  # which the command gets, too, and may take its time to end
+                attendant.look(LOOK, [ended])
     if process.returncode:
         attendant.look()
         for report in attendant.reports():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,10 @@ def what_was_compared(
     counts = {"pass": 0, "fail": 0, "error": 0, "missing": 0}
     for _, _, tap in all_taps(comparisons):
         counts[tap["status"]] += 1
-    golden, port, ranks = config.golden, config.port, config.parallel.tp
+    golden, port, parallel = config.golden, config.port, config.parallel
+    axes = {axis: size for axis, size in parallel.of_stage.items() if size > 1}
+    over = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+    ranks = f"{math.prod(axes.values())} ranks ({over}, by {parallel.launcher}) on " if axes else ""
     code = [*(["transformers"] if port.backend == "transformers" else []), *([port.module] if port.module else [])]
     compared = {
         "Model": config.model.checkpoint,
@@ -35,8 +39,7 @@ def what_was_compared(
         + (f", but whether {CAPTURED} is right does" if any(chain["chain"] == CAPTURED for chain in chains) else ""),
         "Inputs": _inputs_text(_prompt_lengths(comparisons), config.inputs),
         "Golden": f"{golden.dtype} on {_devices(comparisons, 'golden')}; truth in float32",
-        "Port": f"{' with '.join(code)}, {port.dtype} on "
-        f"{f'{ranks} ranks on ' if ranks > 1 else ''}{_devices(comparisons, 'port')}",
+        "Port": f"{' with '.join(code)}, {port.dtype} on {ranks}{_devices(comparisons, 'port')}",
         "Rule": f"a tap passes if R is at most {config.compare.limit:g} times what legitimate variants of the golden "
         "reach, where R is the error of the port in units of the error of the golden, both against the fp32 truth, "
         "element by element; its "

@@ -1,8 +1,7 @@
 """Child processes of a job: started, ended with their parent, and watched until they end.
 
 A port, its compiler or its driver may abort, exit, or be killed for the memory that it takes. What a child did is known
-from the messages that it sent and from how it ended. `start` forks on this host; another launcher, of torchrun or Ray, is a
-function of the same type (`Launcher`) whose children do what `Child` says.
+from the messages that it sent and from how it ended.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from layerproof.failures import end_with
 
 
 class Child(Protocol):
-    """A process that a launcher started. `messages` receives what it sends; `ended` can be read once it has ended: what it
-    started in turn may keep its end of the pipe open.
+    """A process that was started for a job. `messages` goes to it and receives what it sends; `ended` can be read once it
+    has ended: what it started in turn may keep its end of the pipe open.
     """
 
     @property
@@ -33,8 +32,10 @@ class Child(Protocol):
     @property
     def ended(self) -> HasFileno: ...
 
-    def exit_code(self) -> int:
-        """Waits until the process has ended. Returns its exit code, or minus the signal that killed it."""
+    def exit_code(self) -> int | None:
+        """Waits until the process has ended. Returns its exit code, or minus the signal that killed it; None if only its
+        launcher knows.
+        """
         ...
 
     def end(self) -> None:
@@ -48,8 +49,6 @@ class HasFileno(Protocol):
 
 Work = Callable[[Connection], None]
 """What a child does, with the connection to its parent."""
-Launcher = Callable[[Work, Mapping[str, str]], Child]
-"""Starts a process that does the work with these variables set, and then ends with exit code 0."""
 
 
 @dataclass
@@ -79,15 +78,17 @@ def received(child: Child) -> Iterator[Any]:
 
 
 def start(work: Work, environment: Mapping[str, str]) -> ForkedChild:
-    """The launcher of this host: forks a process. It ends with the work, whatever threads or devices are left in it."""
+    """Forks a process that does the work with these variables set. It then ends with exit code 0, whatever threads or
+    devices are left in it.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     fork = multiprocessing.get_context("fork")
-    receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_run, args=(work, sender, dict(environment), os.getpid()))
+    own, of_child = fork.Pipe()
+    process = fork.Process(target=_run, args=(work, of_child, dict(environment), os.getpid()))
     process.start()
-    sender.close()
-    return ForkedChild(process, receiver, os.fdopen(os.pidfd_open(cast("int", process.pid)), "rb"))
+    of_child.close()
+    return ForkedChild(process, own, os.fdopen(os.pidfd_open(cast("int", process.pid)), "rb"))
 
 
 def _run(work: Work, to_parent: Connection, environment: Mapping[str, str], parent: int) -> None:

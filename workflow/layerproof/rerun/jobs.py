@@ -223,7 +223,9 @@ def printing_to(path: Path | None, append: bool = False) -> Iterator[None]:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     before = os.dup(1), os.dup(2)
-    with open(path, "ab" if append else "wb") as file:
+    if not append:
+        path.write_bytes(b"")
+    with open(path, "ab") as file:  # which other processes of the job append to as well
         for number in (1, 2):
             os.dup2(file.fileno(), number)
     try:
