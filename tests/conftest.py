@@ -5,12 +5,15 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from configs import QUICK, REPOSITORY
 from layerproof.paths import TINY_CHECKPOINT
 
 os.environ |= QUICK
+hypothesis.settings.register_profile("layerproof", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("layerproof")
 # Jobs of a workflow, and servers, share compiled modules as a user's do.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -5,8 +5,15 @@ import sys
 import pytest
 
 from hangs import drawn, others, run
+from layerproof.distributed import process_group
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group():
+    """Ranks that are forked would have the group of this process, which another test has joined."""
+    process_group.leave()
 
 
 @pytest.mark.parametrize("kind", drawn.KINDS)

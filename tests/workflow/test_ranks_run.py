@@ -107,7 +107,7 @@ def test_a_stage_whose_rank_is_killed_runs_again_under_each_launcher(tmp_path, m
     monkeypatch.setenv("TMPDIR", "/tmp")  # the path of a socket of Ray must be short
     parallel = {"launcher": launcher, "tp": 2, "retries": 1}
     workflow = Workflow(tmp_path, layers="0", chains=[], parallel=parallel, port={"module": PORT})
-    kill = f"__import__('os').kill(__import__('os').getpid(), 9) if is_first else total"
+    kill = "__import__('os').kill(__import__('os').getpid(), 9) if is_first else total"
     died = f"dist.get_rank() == 1 and not (died := __import__('pathlib').Path({str(tmp_path / 'died')!r})).exists()"
     lines = f"    is_first = {died}\n    is_first and died.touch()\n    {kill}\n    return total\n"
     workflow.edit(PORT, ("    return total\n", lines))

@@ -10,7 +10,9 @@ The packages, in the order in which data flows. None imports one further down:
     model               what is to be run: stages, tokens, the checkpoint and how a stage's weights are loaded
     measure             metrics, noise and the pass/fail rule; numpy and numba alone
     golden              the trusted model, one stage at a time
-    port                the implementation under test, one stage at a time; beside it distributed, its process group
+    distributed         process groups, and what explains ranks that hang; imports nothing else of ours
+    launch              what starts ranks: forks, torchrun, Ray, srun
+    port                the implementation under test, one stage at a time
     compare             port against golden: taps, chains, ranks, weights
     host                what jobs will take, and whether this host has it
     diagnose            why a stage fails

@@ -302,7 +302,7 @@ def _post_the_end() -> None:
 
 
 def _ended_as_child() -> None:
-    """A child of multiprocessing runs neither atexit nor the hook for exceptions: this runs while its error is on its way."""
+    """A child of multiprocessing runs neither atexit nor the hook for exceptions, but this, while its error is under way."""
     error = sys.exception()
     is_orderly = isinstance(error, SystemExit) and not error.code
     ended(None if is_orderly else error)
