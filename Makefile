@@ -60,6 +60,7 @@ report-cases: setup-dev
 
 bugs: setup-dev
 	python tests/bugs/run.py
+	python tests/bugs/run_ranks.py
 
 families: setup-dev
 	python tests/families/run.py --seed $(SEED)

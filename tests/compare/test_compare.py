@@ -148,21 +148,27 @@ def test_padding_does_not_fail(stage):
     assert stage.write().compare()["status"] == "pass"
 
 
+def of_ranks(differ=None, copies=1):
+    """What a file says of four ranks that have parts of attn.q."""
+    part = {"axis": "tp", "dim": 2, "sizes": [HIDDEN // 4] * 4, "copies": copies, "zigzag": False}
+    return {"count": 4, "axes": {"ep": 1, "cp": 1, "tp": 4}, "parts": {"attn.q": [part]}, "differ": differ or {}}
+
+
 def test_ranks_that_differ_fail_though_the_first_is_right(stage):
     stage.write_golden()
-    ranks = {"count": 4, "copies": {}, "differ": {"attn.out": {"rank": 3, "change": 0.5}}}
+    ranks = of_ranks(differ={"attn.out": {"rank": 3, "first": 0, "axis": "tp", "change": 0.5}})
     stage.write_port(ranks)
     assert stage.compare()["status"] == "fail"
     assert stage.compare()["reason"] == (
         "attn.out: ranks 0 and 3 differ (relative L2 0.5 at the worst token), but should have the same tensor"
     )
-    ranks["differ"]["attn.out"] = {"rank": 3, "change": None}
+    ranks["differ"]["attn.out"] = {"rank": 3, "first": 0, "axis": "tp", "change": None}
     stage.write_port(ranks)
     assert "differ (in shape or in non-finite values)" in stage.compare()["reason"]
-    ranks["differ"]["attn.out"] = {"rank": 3, "change": 2**-7}
+    ranks["differ"]["attn.out"] = {"rank": 3, "first": 0, "axis": "tp", "change": 2**-7}
     stage.write_port(ranks)
     assert stage.compare()["status"] == "pass"
-    ranks["differ"] = {"router.choice": {"rank": 1, "change": 0.001}}
+    ranks["differ"] = {"router.choice": {"rank": 1, "first": 0, "axis": "tp", "change": 0.001}}
     stage.write_port(ranks)
     assert stage.compare()["reason"].startswith("router.choice: ranks 0 and 1 differ (at 0.10% of the tokens)")
 
@@ -170,7 +176,7 @@ def test_ranks_that_differ_fail_though_the_first_is_right(stage):
 def test_a_sum_over_the_ranks_that_is_missing_is_told(stage):
     whole, stage.port["attn.out"] = stage.port["attn.out"], stage.port["attn.out"] / 4
     stage.write_golden()
-    ranks = {"count": 4, "copies": {}, "differ": {"attn.out": {"rank": 3, "change": 0.5}}}
+    ranks = of_ranks(differ={"attn.out": {"rank": 3, "first": 0, "axis": "tp", "change": 0.5}})
     stage.write_port(ranks, **{"attn.out": whole})
     assert stage.compare()["reason"].endswith("their sum is right, so the sum over the ranks is missing")
     stage.write_port(ranks, **{"attn.out": 2 * whole})
@@ -182,11 +188,32 @@ def test_ranks_that_all_have_one_part_are_told(stage):
         side["attn.q"] = side["attn.out"]
     stage.port["attn.q"] = stage.port["attn.q"][:, :, : HIDDEN // 4]
     stage.write_golden()
-    stage.write_port({"count": 4, "copies": {"attn.q": 4}, "differ": {}})
+    stage.write_port(of_ranks(copies=4))
     assert stage.compare()["reason"] == "attn.q: all 4 ranks have the same part of it, and no rank has the other parts"
     stage.port["attn.q"] = stage.golden["attn.q"]
-    stage.write_port({"count": 4, "copies": {"attn.q": 2}, "differ": {}})
+    stage.write_port(of_ranks(copies=2))
     assert stage.compare()["status"] == "pass", "key/value heads of which there are fewer than ranks"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: np.roll(x, HIDDEN // 4, axis=2), "tp 0 has the part of tp 3; tp 1 has the part of tp 0"),
+        (lambda x: 4 * x, "it is 4 times what it should be: the sum over tp is computed twice"),
+        (lambda x: x / 4, "it is 1/4 of what it should be: a mean over tp in place of the sum"),
+        (lambda x: x[:, ::-1], "its tokens are in another order"),
+    ],
+)
+def test_what_ranks_have_to_do_with_wrong_numbers_is_told(stage, change, said):
+    for side in (stage.truth, stage.golden, stage.port):
+        side["attn.q"] = side["attn.out"]
+    stage.port["attn.q"] = change(stage.port["attn.q"])
+    stage.write_golden()
+    stage.write_port(of_ranks())
+    assert said in stage.compare()["taps"]["attn.q"]["reason"]
+    stage.port["attn.q"] = stage.golden["attn.q"] + np.random.default_rng(0).standard_normal((BATCH, SEQ, HIDDEN))
+    stage.write_port(of_ranks())
+    assert ";" not in stage.compare()["taps"]["attn.q"]["reason"], "of a mistake that is none of ranks nothing is said"
 
 
 def test_tap_that_the_port_lacks_is_missing(stage):

@@ -411,14 +411,14 @@ def run_by_ranks(model, count, stage, folder):
     """Makes a stage as a job does, into `folder`/out.h5."""
     parts = [folder / f"{rank}.h5" for rank in range(count)]
     ranks.run(count, lambda rank: model.run(stage, parts[rank]))
-    shards.join(parts, folder / "out.h5", TOKENS.valid)
+    shards.join(parts, folder / "out.h5", TOKENS.valid, {"tp": count})
 
 
 def force_by_ranks(model, count, stage, folder):
     parts = [folder / f"{rank}.h5" for rank in range(count)]
     given = model.descriptions[stage], model.input(stage), hdf5.read_group(model.golden / f"{stage}.h5", "golden")
     ranks.run(count, lambda rank: port_stage.teacher_force_stage(model.runner(), stage, *given, parts[rank]))
-    shards.join(parts, folder / "out.h5", TOKENS.valid)
+    shards.join(parts, folder / "out.h5", TOKENS.valid, {"tp": count})
 
 
 def trace_by_ranks(model, count, stage):
@@ -444,7 +444,8 @@ def test_fewer_keys_than_ranks_and_heads_that_they_cannot_share(keys, copies, tm
     model = Model(tmp_path, "qwen3")
     afresh(run_by_ranks, model, 4, "layer_001", tmp_path)
     assert model.failures("layer_001", tmp_path / "out.h5") == {}
-    assert hdf5.read_document(tmp_path / "out.h5", hdf5.RANKS)["copies"] == (
+    parts = hdf5.read_document(tmp_path / "out.h5", hdf5.RANKS)["parts"]
+    assert {name: part["copies"] for name, (part,) in parts.items() if part["copies"] > 1} == (
         dict.fromkeys(KEYS, 2) if copies > 1 else {}
     )
     afresh(force_by_ranks, model, 4, "layer_001", tmp_path)

@@ -169,6 +169,8 @@ def compare_taps(
             is_sum_right = summed is not None and judge(summed, *sides)["status"] == "pass"
             if reason := ranks.reason(name, found[name], wanted[name], is_sum_right):
                 tap |= {"status": "fail", "reason": reason}
+            elif tap["status"] == "fail" and (why := ranks.explanation(name, found[name], wanted[name], valid)):
+                tap["reason"] = f"{tap['reason']}; {why}"
         if layouts.get(name) == PADDED_LEFT:
             tap["reason"] = f"{tap['reason']}: its prompts lie behind the padding. {PAD_ON_THE_RIGHT}"
         elif name in layouts:

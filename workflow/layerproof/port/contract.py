@@ -15,6 +15,10 @@ A port is one Python file or dotted module with
         Maps canonical taps to the dotted names of the submodules whose outputs they are. To hand over a tensor that is
         not a module's output, call `layerproof.taps.tap` inside forward.
 
+    PLACEMENTS: dict[str, dict[str, Placement]]    (optional, on several ranks)
+        How the ranks of an axis (`tp`, `cp`, `ep`) hold a tap, in the terms of torch.distributed.tensor: `Shard(dim)`,
+        `Replicate()`, `Partial()`, or `ZigZag(dim)` of this module. `"*"` stands for all taps that it does not name.
+
 With `port.backend: transformers` it defines one function instead:
 
     patch(model: transformers.PreTrainedModel, part: torch.nn.Module, stage: Stage) -> None
@@ -35,6 +39,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 Taps = dict[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class ZigZag:
+    """A placement: of 2n chunks along `dim`, rank r of n has chunk r and then chunk 2n-1-r."""
+
+    dim: int
 
 
 class Call(Protocol):

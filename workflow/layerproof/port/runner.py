@@ -20,7 +20,9 @@ from layerproof.distributed import process_group
 from layerproof.distributed.errors import DistributedError
 from layerproof.errors import StageError, UserError
 from layerproof.model.tokens import Tokens
+from layerproof.port import placements
 from layerproof.port.contract import Patch, Port
+from layerproof.port.placements import Declared
 from layerproof.rerun.recorder import FromSource
 from layerproof.taps import check_known
 
@@ -35,6 +37,7 @@ class Runner:
     environment: process_group.Environment
     port: Port | None
     patch: Patch | None
+    placements: Declared = field(default_factory=dict)
     process: int = field(default_factory=os.getpid)
 
     @classmethod
@@ -63,7 +66,9 @@ class Runner:
             return started
         if port.backend == "transformers":
             return replace(started, patch=_patch(port.module or "", module))
-        return replace(started, port=_port(port, module, settings.golden.taps))
+        own_taps = settings.golden.taps
+        said = placements.declared(module, port.module or "", own_taps)
+        return replace(started, port=_port(port, module, own_taps), placements=said)
 
 
 def _patch(name: str, module: ModuleType) -> Patch:

@@ -218,19 +218,22 @@ def teacher_force_stage(
     ready = prepare_stage(job)
     with torch.no_grad():
         if process_group.world_size() > 1:
-            golden = _parts(golden, _on_host(ready.forward(with_taps=True)))
+            golden = _parts(golden, _on_host(ready.forward(with_taps=True)), runner)
         forced = {name: hdf5.to_torch(tensor).to(job.x.device) for name, tensor in golden.items() if name != OUT}
         found = _on_host(ready.forward(with_taps=True, forced=forced))
     _write(runner, output, found, {"stage": stage})
 
 
-def _parts(golden: Mapping[str, hdf5.Tensor], found: Taps) -> dict[str, hdf5.Tensor]:
+def _parts(golden: Mapping[str, hdf5.Tensor], found: Taps, runner: Runner) -> dict[str, hdf5.Tensor]:
     """This rank's parts of the golden's taps, judged by the shapes of the port's own taps."""
-    rank = torch.distributed.get_rank()
+    rank, axes = torch.distributed.get_rank(), runner.settings.parallel.of_stage
     own = {name: shards.part_key(hdf5.to_array(hdf5.storable(tensor))) for name, tensor in found.items()}
     of_ranks = process_group.of_all_ranks(own)
     names = set(golden).intersection(*of_ranks)
-    return {name: shards.part(name, golden[name], [one[name] for one in of_ranks], rank) for name in names}
+    said, seq = runner.placements, runner.tokens.valid.shape[1]
+    return {
+        name: shards.part(name, golden[name], [one[name] for one in of_ranks], rank, axes, seq, said) for name in names
+    }
 
 
 def _write(
@@ -253,6 +256,8 @@ def _write(
             )
     taps = {name: hdf5.to_array(hdf5.storable(tensor)) for name, tensor in kept.items()}
     ordered = {name: taps[name] for name in in_order(taps)}
+    if runner.placements:
+        documents = {**(documents or {}), hdf5.PLACEMENTS: runner.placements}
     attributes = {**attributes, **padded}
     hdf5.write(output, {"port": ordered}, valid=runner.tokens.valid, attributes=attributes, documents=documents)
 

@@ -196,7 +196,7 @@ def by_ranks(
         from layerproof.model.tokens import Tokens
         from layerproof.port import shards
 
-        shards.join(parts, output, Tokens.read(args.tokens).valid, graphs)
+        shards.join(parts, output, Tokens.read(args.tokens).valid, crew.axes, graphs)
 
     def work() -> Mapping[str, Any]:
         if crew.launcher == "fork" and is_cpu(job.config.port.device):  # on others each rank has to begin anew

@@ -37,7 +37,7 @@ HIDDEN_STATES = "hidden_states"
 """The name of `out` among the outputs of a stage that has several, which are stored as `out/NAME`."""
 
 WEIGHTS, TAPS, SOURCES = "held", "taps", "sources"
-CONVERSION, PLACES, COMPILED, RANKS = "conversion", "places", "compiled", "ranks"
+CONVERSION, PLACES, COMPILED, RANKS, PLACEMENTS = "conversion", "places", "compiled", "ranks", "placements"
 """Names of JSON documents in files.
 
 WEIGHTS, TAPS and SOURCES are in a golden's file: dtypes and shapes of the weights in memory; the taps in order, each with
