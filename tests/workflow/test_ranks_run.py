@@ -124,3 +124,20 @@ def test_a_stage_whose_rank_is_killed_runs_again_under_each_launcher(tmp_path, m
     workflow.run(target="results/compare/layer_000.json results/compare/embed.json")
     assert [read(workflow, f"compare/{stage}.json")["status"] for stage in ("embed", "layer_000")] == ["pass", "error"]
     assert "rank 1: Its process was killed" in read(workflow, "compare/layer_000.json")["reason"]
+
+
+def test_a_port_whose_tokens_and_experts_are_split_is_judged_as_one(tmp_path):
+    parallel = {"cp": 2, "ep": 2}
+    port = {"module": "workflow/ports/minimax_m2_parallel.py"}
+    workflow = Workflow(tmp_path, layers="0", chains=["0"], parallel=parallel, port=port)
+    workflow.run(target="results/report.html results/bisect.json")
+    found = read(workflow, "verdicts.json")
+    assert found["overall"] == "pass" and found["stages"]["layer_000"]["chained"]["R"] < 3
+    assert read(workflow, "bisect.json")["first_wrong"] is None, "each stage is given all tokens"
+    assert read(workflow, "records/port/layer_000.json")["run"]["mesh"] == {"ep": 2, "cp": 2, "tp": 1}
+    assert "on 4 ranks (ep 2 x cp 2, by fork) on cpu" in (workflow.results / "report.html").read_text()
+
+    zigzag = "return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))"
+    workflow.edit(port["module"], (zigzag, "return torch.arange(seq).tensor_split(ranks)[rank]"))
+    workflow.run(target="results/report.html")
+    assert "chunks of tokens are those that belong at" in read(workflow, "compare/layer_000.json")["reason"]

@@ -113,6 +113,11 @@ class _Gathered:
     summed: Tensor | None = None
 
 
+def whole(name: str, of_ranks: Sequence[Tensor], axes: Mapping[str, int], valid: np.ndarray, said: Declared) -> Tensor:
+    """A tap of which these ranks have parts, as `join` puts it together."""
+    return _gathered(name, of_ranks, axes, valid, said).tensor
+
+
 def _gathered(
     name: str, of_ranks: Sequence[Tensor], axes: Mapping[str, int], valid: np.ndarray, said: Declared
 ) -> _Gathered:

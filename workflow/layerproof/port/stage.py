@@ -283,11 +283,28 @@ def run_chain(
         for stage in stages:
             last_layer = stage if layer_of(stage) is not None else last_layer
             job = replace(job, stage=stage, description=descriptions[stage], handed=handed.for_stage(given, last_layer))
-            outputs = dict(_without_padding(prepare_stage(job).forward(with_taps=False), runner))
+            outputs = _whole(prepare_stage(job).forward(with_taps=False), runner)
+            outputs = dict(_without_padding(outputs, runner))
             output = outputs.pop(OUT)
             given = handed.after(given, handed.of_outputs(outputs))
             job = replace(job, x=in_dtype(output, runner))  # as a stage reads it from a file
         return hdf5.to_array(hdf5.storable(_on_host({OUT: output})[OUT]))
+
+
+def _whole(outputs: Taps, runner: Runner) -> Taps:
+    """A stage's outputs for the next one, which is given all tokens: put together if ranks have parts of them."""
+    axes = runner.settings.parallel.of_stage
+    if process_group.world_size() == 1 or (axes["cp"] == 1 and not runner.placements):
+        return outputs
+    device = outputs[OUT].device
+    own = {name: hdf5.to_array(hdf5.storable(tensor)) for name, tensor in _on_host(outputs).items()}
+    of_ranks = process_group.of_all_ranks(own)
+
+    def whole(name: str) -> torch.Tensor:
+        parts = [one[name] for one in of_ranks]
+        return hdf5.to_torch(shards.whole(name, parts, axes, runner.tokens.valid, runner.placements)).to(device)
+
+    return {name: whole(name) for name in outputs}
 
 
 def _without_padding(found: Taps, runner: Runner) -> Taps:
