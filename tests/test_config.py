@@ -316,8 +316,12 @@ WRONG = {
         ["port.compile: NxD's CPU mode has no XLA device", "port.nxdi.cpu_mode: false"],
     ),
     "ranks of a model that one has whole": (
-        changed(port__backend="transformers", parallel__tp=2),
-        ["parallel.tp: port.backend transformers runs the unmodified stage", "Write tp: 1"],
+        changed(port__backend="transformers", parallel__cp=2),
+        ["parallel.cp: port.backend transformers splits a stage by tp alone", "Write cp: 1"],
+    ),
+    "a plan of transformers that is compiled": (
+        changed(port__backend="transformers", parallel__tp=2, port__compile="xla"),
+        ["port.compile: the tensor-parallel plan of transformers cannot be traced for XLA", "Write port.compile: null"],
     ),
     "ranks compiled for one core": (
         changed(port__compile="neuron", parallel__tp=2),

@@ -53,13 +53,18 @@ class Judged:
         return [culprit["cause"]["name"] for culprit in culprits if culprit["cause"]]
 
 
-def judge(model: Model, stage: str, source: str, axes: Mapping[str, int], directory: Path) -> Judged:
-    """Runs a stage of the port with this source over these axes, and judges it as the workflow does."""
+def judge(model: Model, stage: str, source: str | None, axes: Mapping[str, int], directory: Path) -> Judged:
+    """Runs a stage of the port with this source over these axes, and judges it as the workflow does.
+
+    Without a source the port is the model of transformers, by its own plan.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    shutil.copy(REPOSITORY / "workflow/ports/minimax_m2.py", directory)
-    (directory / "port.py").write_text(source)
-    settings = config_with(port={"module": str(directory / "port.py")}, parallel=dict(axes))
-    files = Files(*(directory / f"{name}.h5" for name in ("golden", "noise", "port", "forced")))
+    port: dict[str, Any] = {"backend": "transformers", "module": None}
+    if source is not None:
+        shutil.copy(REPOSITORY / "workflow/ports/minimax_m2.py", directory)
+        (directory / "port.py").write_text(source)
+        port = {"module": str(directory / "port.py")}
+    settings = config_with(port=port, parallel=dict(axes))
     files = Files(
         golden=model.directory / f"golden/{stage}.h5",
         noise=model.directory / f"noise/{stage}.h5",

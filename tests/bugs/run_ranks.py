@@ -26,6 +26,7 @@ MESHES = (
     *({"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 3}, {"ep": 2}, {"ep": 3}),
     *({"cp": 2, "tp": 2}, {"ep": 2, "cp": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "cp": 2, "tp": 2}),
 )
+LENGTHS = (41, 11, 30)
 STAGES = ("embed", LAYER, "norm", "lm_head")
 
 
@@ -38,10 +39,13 @@ class Row:
     said: str
 
 
-def judged(directory: Path, source: str, stage: str, axes: Mapping[str, int]) -> Row:
-    """Judges a stage of a port on these ranks, which are forked from this process."""
+def judged(directory: Path, source: str | None, stage: str, axes: Mapping[str, int], name: str = harness.TINY) -> Row:
+    """Judges a stage of a port on these ranks, which are forked from this process; without a source, the model of
+    transformers by its own plan.
+    """
     import_packages(PACKAGES)
-    model = harness.make_model(harness.TINY, 0, directory / "model")
+    seed, lengths = (0, None) if name == harness.TINY else (1, LENGTHS)
+    model = harness.make_model(name, seed, directory / name, lengths)
     found = ranks.judge(model, stage, source, axes, directory / "run")
     status = found.comparison["status"] if found.comparison else None
     return Row(status, next(iter(found.failed), None), "\n".join([found.text, *found.causes]))

@@ -212,14 +212,16 @@ class Parallel(Section):
     """How many times a stage whose rank was killed, or ended without a word, runs again. A stage whose ranks report an
     error, or hang, does not."""
     tp: Annotated[int, Limit(ge=1)] = 1
-    """Ranks that tensor parallelism splits a stage over. Each rank is one process, on Neuron with one core. On the CPU
-    several ranks run without XLA, whose CPU client supports only one process."""
+    """Ranks that tensor parallelism splits a stage over, by the port, or by the plan of transformers with its backend. Each
+    rank is one process, on Neuron with one core. On the CPU several ranks run without XLA, whose CPU client supports
+    only one process."""
     cp: Annotated[int, Limit(ge=1)] = 1
     """Ranks that context parallelism splits the tokens of a stage over."""
     ep: Annotated[int, Limit(ge=1)] = 1
     """Ranks that expert parallelism spreads the experts of a stage over."""
     pp: Annotated[int, Limit(ge=1)] = 1
-    """Ranks that pipeline parallelism spreads the stages of a chain over. Isolated stages do without it."""
+    """Ranks that pipeline parallelism spreads the layers over, in programs that layerproof launch starts. Stages do
+    without it."""
     dp: Annotated[int, Limit(ge=1)] = 1
     """Copies of the model with data of their own, in programs that layerproof launch starts. Stages do without it."""
 
@@ -229,14 +231,9 @@ class Parallel(Section):
         return {"ep": self.ep, "cp": self.cp, "tp": self.tp}
 
     @property
-    def of_chain(self) -> dict[str, int]:
-        """The ranks that a chain is spread over, by axis."""
-        return {"pp": self.pp, **self.of_stage}
-
-    @property
     def of_program(self) -> dict[str, int]:
         """The ranks of a program of the user's own, by axis."""
-        return {"dp": self.dp, **self.of_chain}
+        return {"pp": self.pp, "dp": self.dp, **self.of_stage}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ class Axis:
 
     def passed_on(self, own: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
         """Sends a tensor to the next rank, and returns that of the rank before, in `incoming`."""
+        assert self.group is not None
         after, before = (dist.get_global_rank(self.group, (self.at + step) % self.size) for step in (1, -1))
         ends = dist.P2POp(dist.isend, own.contiguous(), after), dist.P2POp(dist.irecv, incoming, before)
         for work in dist.batch_isend_irecv(list(ends)):
@@ -151,6 +152,8 @@ class Layer(minimax_m2.Layer):
 class Embedding(minimax_m2.Embedding):
     """A rank of tp has a part of the vocabulary, and zeros for the other words."""
 
+    words: int
+
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         tp, ids = Axis("tp"), own_tokens(ids)
         first = sum(sizes_of(self.words, tp.size)[: tp.at])
@@ -165,6 +168,8 @@ class FinalNorm(minimax_m2.FinalNorm):
 
 
 class Head(minimax_m2.Head):
+    words: int
+
     def forward(self, x: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         tp = Axis("tp")
         return tp.gathered(super().forward(own_tokens(x), positions, valid), sizes_of(self.words, tp.size))

@@ -30,7 +30,7 @@ rule predict:
 
 
 PARALLEL = [f"parallel.{key}" for key in ("launcher", "tp", "cp", "ep")]
-"""What a stage is split over. (A chain is also spread over pp; retries change nothing that a job makes.)"""
+"""What a stage is split over, and by what. (`parallel.retries` changes nothing that a job makes.)"""
 # One rule for each side, because each runs on its own hosts. The jobs of a side wait for it and start after it, but do not
 # compare it, so they do not run again. (Not as `ancient` inputs: Snakemake does not ask whether a job that waits for another
 # one by such an input alone has to run for a reason of its own.)

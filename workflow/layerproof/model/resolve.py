@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from layerproof.config import SHIPPED_PORT, Config, Golden, Inputs, Port, changed, validate
+from layerproof.config import SHIPPED_PORT, Config, Golden, Inputs, Parallel, Port, changed, validate
 from layerproof.errors import UserError
 from layerproof.model import captured, checkpoint, stages
 from layerproof.model.inputs import read_prompts, read_token_ids, vocabulary_of
@@ -46,7 +46,7 @@ def resolve(raw: Mapping[str, Any]) -> Run:
     _check_inputs(settings.inputs)
     _check_own_taps(settings.golden)
     _check_storage(settings.golden)
-    _check_port(settings.port, settings.parallel.tp)
+    _check_port(settings.port, settings.parallel)
     directory = Path(settings.model.checkpoint)
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
@@ -181,15 +181,22 @@ def _read_inputs(inputs: Inputs, config: Mapping[str, Any]) -> None:
         read_token_ids(Path(inputs.token_ids), vocabulary_of(config))
 
 
-def _check_port(port: Port, tp: int) -> None:
-    if tp > 1 and port.backend == "transformers":
+def _check_port(port: Port, parallel: Parallel) -> None:
+    above_one = {axis: size for axis, size in parallel.of_stage.items() if size > 1}
+    if others := [axis for axis in above_one if axis != "tp" and port.backend != "xla"]:
         raise UserError(
-            "config.yaml: parallel.tp: port.backend transformers runs the unmodified stage, which cannot be split "
-            "over ranks. Write tp: 1."
+            f"config.yaml: parallel.{others[0]}: port.backend {port.backend} splits a stage by tp alone. Write "
+            f"{others[0]}: 1."
         )
-    if tp > 1 and port.compile == "neuron":
+    if above_one and port.backend == "transformers" and port.compile:
         raise UserError(
-            f"config.yaml: port.compile: neuron compiles for one core, but parallel.tp is {tp}. Write xla to check that all "
+            "config.yaml: port.compile: the tensor-parallel plan of transformers cannot be traced for XLA. Write "
+            "port.compile: null."
+        )
+    if above_one and port.compile == "neuron":
+        over = " and ".join(f"parallel.{axis} is {size}" for axis, size in above_one.items())
+        raise UserError(
+            f"config.yaml: port.compile: neuron compiles for one core, but {over}. Write xla to check that all "
             "ranks have the same graph, or null. To compare a compiled full model, name its tensors in port.captured."
         )
     if port.compile and port.backend == "nxdi" and port.nxdi.cpu_mode:

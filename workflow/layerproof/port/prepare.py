@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from layerproof.distributed import mesh, process_group
 from layerproof.errors import StageError
 from layerproof.files import digest_of
 from layerproof.model import checkpoint
@@ -256,6 +257,8 @@ def _prepare_transformers(job: StageRun) -> _Ready:
     parameters = {name: _entry(model.get_parameter_or_buffer(name), sources) for name, sources in of.items()}
     if job.runner.patch:
         _patch(job, job.runner.patch, model)
+    if process_group.world_size() > 1:
+        _split_by_plan(model, job.stage)
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(job.ids.device))
     own_taps = job.runner.settings.golden.taps
 
@@ -274,6 +277,27 @@ def _prepare_transformers(job: StageRun) -> _Ready:
 
     inputs = job.x, job.ids, job.valid, *job.handed.values()
     return _Ready(model, inputs, others, call, signature, {"reads": reads, "parameters": parameters})
+
+
+def _split_by_plan(model: Any, stage: str) -> None:
+    """Splits the stage's module over the ranks of tp, by the plan of transformers for the model.
+
+    Raises:
+        StageError: if the model has no plan.
+    """
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    from layerproof.golden.transformers_stage import stage_module
+
+    part = {id(module) for module in stage_module(model, stage).modules()}
+    names = {name for name, module in model.named_modules() if id(module) in part}
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=process_group.world_size()))
+    if not plan:
+        raise StageError(f"{stage}: {type(model).__name__} has no tensor-parallel plan. Write parallel.tp: 1.")
+    held = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in names}
+    own = {name: style for name, style in plan.items() if name in names | held}
+    apply_tensor_parallelism(model, mesh.launched("cpu").device, own)
 
 
 def _patch(job: StageRun, patch: Patch, model: nn.Module) -> None:
