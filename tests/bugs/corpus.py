@@ -6,6 +6,7 @@ shows first, `cause` what the dictionary calls it, None if no entry can imitate 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MINIMAX, MINIMAX_FP8, QWEN3 = "tiny", "minimax_m2_fp8", "qwen3_moe"
@@ -31,11 +32,20 @@ class Bug:
         Raises:
             ValueError: if the source is not the one that the bug was written for.
         """
-        for old, new in self.edits:
-            if source.count(old) != 1:
-                raise ValueError(f"{self.name}: {old!r} is in the port {source.count(old)} times, not once.")
-            source = source.replace(old, new)
-        return source
+        return edited(source, self.name, self.edits)
+
+
+def edited(source: str, name: str, edits: Iterable[tuple[str, str]]) -> str:
+    """A port's source with the edits of the mistake that has this name.
+
+    Raises:
+        ValueError: if a text to replace is not there exactly once.
+    """
+    for old, new in edits:
+        if source.count(old) != 1:
+            raise ValueError(f"{name}: {old!r} is in the port {source.count(old)} times, not once.")
+        source = source.replace(old, new)
+    return source
 
 
 def _bug(name: str, tap: str, cause: str | None, *edits: tuple[str, str], **more) -> Bug:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LAYER = "layer_002"
+from bugs.corpus import LAYER, edited
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,7 @@ class RankBug:
         Raises:
             ValueError: if the source is not the one that the mistake was written for.
         """
-        for old, new in self.edits:
-            if source.count(old) != 1:
-                raise ValueError(f"{self.name}: {old!r} is in the port {source.count(old)} times, not once.")
-            source = source.replace(old, new)
-        return source
+        return edited(source, self.name, self.edits)
 
 
 TP2, TP4, CP2, CP3, EP2, EP3 = {"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 3}, {"ep": 2}, {"ep": 3}

@@ -43,7 +43,8 @@ class Attendant:
                     self._running[rank] = os.fdopen(os.pidfd_open(pid), "rb")
                 except ProcessLookupError:
                     self._gone[rank] = time.time()
-        ready = wait([*self._running.values(), *until], seconds)
+        waited_for: list[Any] = [*self._running.values(), *until]
+        ready = wait(waited_for, seconds)
         for rank, ended in list(self._running.items()):
             if ended in ready:
                 self._gone[rank] = time.time()

@@ -285,7 +285,7 @@ def _split_by_plan(model: Any, stage: str) -> None:
     Raises:
         StageError: if the model has no plan.
     """
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     from layerproof.golden.transformers_stage import stage_module
