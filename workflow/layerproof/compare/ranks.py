@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,8 @@ from layerproof.tensors.tensor import Tensor
 
 SAME = 2.0**-5
 """Relative L2 of two parts that are taken for the same: four times what bf16 leaves of a stage."""
-MOST_TOKENS = 4096
-"""Tokens up to which each is looked for among all others."""
+MOST_TOKENS, MOST_ELEMENTS = 4096, 1 << 26
+"""Tokens up to which each is looked for among all others, and elements up to which a tap is held in memory for it."""
 FAR = 4.0
 """A part is another rank's if it is this many times nearer to that than to its own."""
 
@@ -72,6 +73,8 @@ class Ranks:
         Ranks may have each other's parts, tokens may be in another order, or a sum over an axis may be computed twice.
         """
         if found.dtype_class != "float" or found.shape != wanted.shape or found.shape[:2] != valid.shape:
+            return None
+        if math.prod(found.shape) > MOST_ELEMENTS:
             return None
         mine, its = (one.floats(np.asarray(one.data)) for one in (found, wanted))
         if not np.isfinite(mine[valid]).all():
