@@ -382,7 +382,7 @@ def test_ranks_are_told_and_what_they_were_not_run_on():
     comparison, ranks = reports.compared("layer_000"), {"parallel": {"tp": 4}}
     comparison["port"]["device"] = "cpu"
     text = words(render([comparison], **ranks))
-    assert "bfloat16 on 4 ranks on cpu" in text
+    assert "bfloat16 on 4 ranks (tp 4, by fork) on cpu" in text
     assert "ranks ran on the CPU, in torch alone: no device and none of its collectives were checked" in text
     assert "ranks" not in words(render([comparison]))
     comparison["port"]["device"] = "NEURON"
